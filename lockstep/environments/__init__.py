@@ -100,12 +100,12 @@ def _read(config: TaskConfig, rewards: RewardSet) -> tuple[Problems, Problems | 
     if config.validation_prompts == 0 or held_out is None:
         problems, validation = hold_out(problems, config.validation_prompts)
     else:
-        of = replace(config, split=config.validation_split or config.split)
-        rows = read_problems(held_out, of, check, "task.validation_data")
+        split = config.validation_split or config.split
+        rows = read_problems(held_out, replace(config, split=split), check, "task.validation_data")
         validation = rows[: config.validation_prompts]
-        if len(rows) > len(validation) and (held_out, of.split) != (config.data, config.split):  # as in an evaluation
-            told = "%s has %d rows; the first %d are validated on, as task.validation_prompts says"
-            _log.warning(told, rows.label, len(rows), len(validation))
+        if len(rows) > len(validation) and (held_out, split) != (config.data, config.split):  # as in an evaluation
+            message = "%s has %d rows; the first %d are validated on, as task.validation_prompts says"
+            _log.warning(message, rows.label, len(rows), len(validation))
     if config.chat_template_kwargs and not chats:
         raise InputError(
             "task.chat_template_kwargs has no effect on text prompts, which go without a template; remove it, or make "

@@ -27,11 +27,11 @@ TOOLS: dict[str, Callable[[TaskConfig], Tool]] = {
 def make_environment(config: TaskConfig) -> type[Environment]:
     """The environment that `task.environment` and `task.tools` specify; without either, `SingleTurn`. `InputError`: it
     cannot be loaded, or is not an environment."""
-    tools = [_tool(tool, config) for tool in config.tools]
+    tools = [_load_tool(tool, config) for tool in config.tools]
     if config.environment is None:
         return tool_environment(tools, "task.tools") if tools else SingleTurn
     what = f"task.environment {config.environment!r}"
-    kind = _named(config.environment, config, what)
+    kind = _load_by_name(config.environment, config, what)
     if isinstance(kind, type) and issubclass(kind, Environment):
         refuse(bool(tools), f"task.tools has no effect beside {what}, which answers turns itself; remove it")
         refuse(kind.step is Environment.step, f"{what} has no method step, which says what follows a turn")
@@ -47,7 +47,7 @@ def make_environment(config: TaskConfig) -> type[Environment]:
     )
 
 
-def _named(name: str, config: TaskConfig, what: str) -> Any:
+def _load_by_name(name: str, config: TaskConfig, what: str) -> Any:
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if name.startswith(("http://", "https://")):
@@ -57,7 +57,7 @@ def _named(name: str, config: TaskConfig, what: str) -> Any:
     return load_object(name, what, f", or one of {', '.join(ENVIRONMENTS)}, {VERIFIERS}", kind="Class")
 
 
-def _tool(name: str, config: TaskConfig) -> Tool:
+def _load_tool(name: str, config: TaskConfig) -> Tool:
     if name in TOOLS:
         return TOOLS[name](config)
     return load_function(name, f"task.tools {name!r}", f", or one of {', '.join(TOOLS)}")

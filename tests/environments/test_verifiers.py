@@ -47,6 +47,11 @@ def test_what_follows_the_name_is_read() -> None:
         _parse_spec("verifiers:echo,size=true", "task.data x")
 
 
+def test_a_setting_named_env_is_the_tasksets() -> None:
+    spec = _parse_spec("verifiers:echo,env=1,env.a=2", "task.data x")
+    assert (spec.settings, spec.environment) == ({"env": 1}, {"a": 2})
+
+
 def test_what_cannot_be_played_is_refused() -> None:
     with pytest.raises(InputError, match="name them with --task.data verifiers:NAME"):
         make_environment(TaskConfig("dataset", "rows.jsonl", environment="verifiers"))

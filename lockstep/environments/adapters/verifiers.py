@@ -60,7 +60,7 @@ def _parse_spec(data: str, label: str) -> _TasksetSpec:
 
 def _config(spec: _TasksetSpec, max_turns: int | None = None) -> Any:
     """The package's configuration of an environment. Programs run as subprocesses on this machine. A harness that lets
-    the model run code is used only if it is spec for, or the taskset brings it."""
+    the model run code is used only if it is asked for, or the taskset brings it."""
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type, resolve_env_config
 
