@@ -45,13 +45,11 @@ def _identity(config: RunConfig) -> dict[str, Any]:
 
 def _identify_models(config: RunConfig) -> dict[str, str]:
     """What identifies the files of the models that are read."""
-    models = {"model": config.model, "loss.teacher": config.loss.teacher}
-    return {
-        f"{field} {model}: {name}": identity
-        for field, model in models.items()
-        if model
-        for name, identity in sampled_hashes(model).items()
-    }
+    found: dict[str, str] = {}
+    for field, model in {"model": config.model, "loss.teacher": config.loss.teacher}.items():
+        if model:
+            found |= {f"{field} {model}: {name}": identity for name, identity in sampled_hashes(model).items()}
+    return found
 
 
 def _identify_code(config: RunConfig) -> dict[str, str]:
