@@ -125,7 +125,7 @@ class Algorithms:
             self.counts[name] = {key: found[key] + value for key, value in zip(found, made, strict=True)}
         run.engine.warm_up(run.config.trainer.prompts_per_step * run.sampling.n, run.shapes[0].max_len, run.sampling)
 
-    def trust_cases(self) -> list[Any]:
+    def check_cases(self) -> list[Any]:
         """Of each algorithm's own program, and once of all others."""
         run, work = self.run, []
         for name in self.programs:

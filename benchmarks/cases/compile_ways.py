@@ -76,7 +76,7 @@ def timed_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tu
         figures["optim_step"] = timed(lambda: trainer.launch_optim_step(0.0), repeats, device)
     figures |= memory.figures
     if runtime.compiles:
-        figures["passes"] = {title: list(log) for title, log in runtime.builder.nodes.items()}
+        figures["passes"] = {title: list(log) for title, log in runtime.builder.logs.items()}
         figures["seconds"], figures["compiled"] = dict(runtime.timings.seconds), runtime.captures
         runtime.close()
     return first, figures
