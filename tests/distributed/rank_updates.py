@@ -247,7 +247,7 @@ def kernels_named_side_by_side(world: World) -> Any:
 
     @contextmanager
     def rehearsal(compiles: bool) -> Iterator[Any]:
-        yield SimpleNamespace(named=named, take=lambda others: named.update(dict.fromkeys(others)))
+        yield SimpleNamespace(listed=named, add=lambda others: named.update(dict.fromkeys(others)))
 
     with tempfile.TemporaryDirectory() as here, pytest.MonkeyPatch.context() as patch:
         folder = Path(world.broadcast_from_first(lambda: here))

@@ -256,7 +256,7 @@ def test_what_was_made_apart_is_rehearsed_by_all_where_kernels_come_from_outside
 
     @contextmanager
     def rehearsal(compiles: bool) -> Iterator[Any]:
-        yield SimpleNamespace(listed={"own": None}, take=done.append)
+        yield SimpleNamespace(listed={"own": None}, add=done.append)
 
     class Others(World):
         def gather(self, value: Any, what: str = "") -> list[Any]:
