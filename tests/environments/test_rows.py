@@ -327,10 +327,13 @@ def test_csv_and_json_arrays(tmp_path: Path, name: str, content: str) -> None:
     assert not has_splits(data)
 
 
-def test_a_csv_column_whose_numbers_begin_with_zeros_is_text(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt,code,share,n,x\na,007,0.5,10,1e999\nb,42,0,,1\nc,,1e2,0,2\n")
+def test_a_csv_column_whose_numbers_begin_with_zeros_or_plus_is_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(
+        "prompt,code,share,n,x,tel\na,007,0.5,10,1e999,+49151\nb,42,0,,1,+1\nc,,1e2,0,2,\n"
+    )
     found = [problem.columns for problem in read_problems(str(tmp_path / "rows.csv"))]
     assert [row["code"] for row in found] == ["007", "42", None]
+    assert [row["tel"] for row in found] == ["+49151", "+1", None]
     assert [row["share"] for row in found] == [0.5, 0.0, 100.0] and found[0]["x"] == "1e999"
     assert repr([row["n"] for row in found]) == "[10, None, 0]", "an empty field makes no floats of whole numbers"
 

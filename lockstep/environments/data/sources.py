@@ -31,8 +31,8 @@ _BUILDERS = {".parquet": "parquet", ".csv": "csv"}  # of `datasets`, by suffix
 _FILE_SUFFIXES = {*_BUILDERS, *JSON_LINES_SUFFIXES, ".arrow", ".tsv", ".txt", ".gz", ".zst", ".zip", ".yaml", ".py"}
 Column = Literal["int64", "float64", "string"]  # what a CSV file's column holds
 _PARSERS: dict[Column, Callable[[str], Any]] = {"int64": int, "float64": float, "string": str}
-_INTEGER, _MAX_EXACT = re.compile("[+-]?(0|[1-9][0-9]*)"), 1 << 53
-_NUMBER = re.compile("[+-]?(0|[1-9][0-9]*)?([.][0-9]+|(?<=[0-9])[.]?)([eE][+-]?[0-9]+)?")
+_INTEGER, _MAX_EXACT = re.compile("-?(0|[1-9][0-9]*)"), 1 << 53
+_NUMBER = re.compile("-?(0|[1-9][0-9]*)?([.][0-9]+|(?<=[0-9])[.]?)([eE][+-]?[0-9]+)?")
 _FOLDER_PATTERNS = "*", "*/*"  # where data files are looked for in a folder
 _DATA_SUFFIXES = {*JSON_LINES_SUFFIXES, ".parquet", ".arrow", ".csv", ".gz", ".zst"}
 _METADATA_FILES = "dataset_info.json", "dataset_infos.json", "croissant.json"  # metadata, not data
@@ -187,7 +187,7 @@ def _is_empty(path: Path) -> bool:
 
 def _scan_csv(table: Path, columns: dict[str, Column]) -> int:
     """The number of rows of a CSV file. Updates `columns`, the types of columns so far: a column is text if any field
-    is not a number, or is one that would not be preserved, such as 007, 02139, or more digits than a float has.
+    is not a number, or is one that would not be preserved, such as 007, +49151, or more digits than a float has.
     `InputError`: a row has another number of fields than the first line, which the library would shift."""
     before = csv.field_size_limit(1 << 30)
     try:
