@@ -69,7 +69,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class ConcurrentCalls:
-    """ConcurrentCalls functions concurrently: plain ones in a thread each, coroutine functions in one event loop.
+    """Calls functions concurrently: plain ones in a thread each, coroutine functions in one event loop.
 
     A call that takes longer than `timeout` seconds (0: no limit) has failed: a coroutine is cancelled, and a thread is
     abandoned, as nothing can end it. If all are `instant`, plain functions are called at once, by the caller.
