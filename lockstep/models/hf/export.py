@@ -178,4 +178,4 @@ def _report_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LockstepError(f"{path}: cannot be written ({error})") from error
+        raise LockstepError(f"{path}: cannot be written ({error.strerror or error})") from error
