@@ -56,7 +56,7 @@ def load_object(spec: str, what: str, other_forms: str = "", kind: str = "functi
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        said = f"{type(error).__name__}: {one_line(error)}{_failing_line(error)}"
+        said = f"{type(error).__name__}: {one_line(error)}{failing_line(error)}"
         raise InputError(f"{what}: importing {source} raised {said}") from error
     finally:
         changed = _restore_torch_defaults(before)
@@ -69,9 +69,9 @@ def load_object(spec: str, what: str, other_forms: str = "", kind: str = "functi
     return getattr(module, name)
 
 
-def _failing_line(error: BaseException) -> str:
-    """Where in a user's code an import failed; empty if that is unknown, or part of the error."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # without `load_object`
+def failing_line(error: BaseException) -> str:
+    """Where in a user's code an error arose; empty if that is unknown, or part of the error."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the function here that caught it
     frames = [f for f in frames if f.filename not in (__file__, importlib.__file__) and f.filename[0] != "<"]
     if not frames or isinstance(error, SyntaxError):
         return ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..config import MetricsConfig
 from ..errors import InputError, LockstepError
-from ..user_functions import load_function
+from ..user_functions import failing_line, load_function, one_line
 from .metrics import METRICS_FILE
 
 
@@ -52,9 +52,12 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 action(tracker)
-            except Exception as error:  # a full disk, a lost server or a bug in the package must not end the run
+            except (Exception, SystemExit) as error:  # a full disk, a lost server or a bug there must not end the run
                 del self._open[name]
-                warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {error}", stacklevel=3)
+                said = str(error)
+                if isinstance(tracker, UserTracker):
+                    said = f"{type(error).__name__}: {one_line(error)}{failing_line(error)}"
+                warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {said}", stacklevel=3)
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
@@ -80,6 +83,8 @@ class UserTracker:
         self._function = load_function(name, f"metrics.trackers {name!r}")
         if inspect.isclass(self._function):
             raise InputError(f"metrics.trackers {name!r} is a class; name a function, or an object of that class")
+        if any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__))):
+            raise InputError(f"metrics.trackers {name!r} is async, and nothing would await it; make it a plain def")
         try:
             inspect.signature(self._function).bind(0, {})
         except TypeError as error:

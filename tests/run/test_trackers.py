@@ -150,6 +150,22 @@ def only_a_step(step: int) -> None:
     pass
 
 
+async def later(step: int, metrics: dict[str, float]) -> None:
+    pass
+
+
+class Later:
+    async def __call__(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+
+later_object = Later()
+
+
+def leaves(step: int, metrics: dict[str, float]) -> None:
+    raise SystemExit("enough")
+
+
 def test_a_function_of_the_users_gets_the_numbers_and_is_closed(tmp_path: Path) -> None:
     kept.__init__()  # type: ignore[misc]
     trackers = Trackers(MetricsConfig(trackers=(f"{__name__}:kept",)), tmp_path, {})
@@ -166,11 +182,19 @@ def test_a_run_calls_a_function_of_a_file_at_each_step(tmp_path: Path, capsys: p
         f"    open({str(tmp_path / 'saved')!r}, 'a').write(f'{{step}} {{metrics[\"reward/mean\"]}}\\n')\n"
     )
     run, name = tmp_path / "run", f"{tmp_path / 'mine.py'}:save"
-    with pytest.warns(UserWarning, match="mine.py:save failed and is off from here on: disk full"):
+    with pytest.warns(
+        UserWarning, match=r"mine.py:save failed and is off from here on: OSError: disk full \(.*mine.py, line 3\)"
+    ):
         assert main(["train", *TINY, "--metrics.trackers", name, "--run-dir", str(run)]) == 0
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     saved = (tmp_path / "saved").read_text().splitlines()
     assert saved == [f"{line['step']} {line['reward/mean']}" for line in lines[:2]] and len(lines) == 3
+
+
+def test_a_function_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
+    trackers = Trackers(MetricsConfig(trackers=(f"{__name__}:leaves",)), tmp_path, {})
+    with pytest.warns(UserWarning, match=r"leaves failed and is off from here on: SystemExit: enough \(.*, line"):
+        trackers.log(0, METRICS)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +202,8 @@ def test_a_run_calls_a_function_of_a_file_at_each_step(tmp_path: Path, capsys: p
     [
         ("only_a_step", r"is called with \(step, metrics\): too many positional arguments"),
         ("Kept", "is a class; name a function, or an object of that class"),
+        ("later", "is async, and nothing would await it; make it a plain def"),
+        ("later_object", "is async, and nothing would await it; make it a plain def"),
         ("kepd", "has no function 'kepd'; did you mean kept"),
     ],
 )
