@@ -8,11 +8,12 @@ import filecmp
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -168,6 +169,7 @@ def evaluate(
             count = _write_rows({"data": data}, folder)["data"]
             refuse(count == 0, "data has no rows")
             path = str(folder / _ROWS_FILE.format("data"))
+            stack.enter_context(_name_rows_in_errors(path))
             task = replace(config.task, data=path, validation_data=path, validation_prompts=count)
             config = replace(config, task=task)
         from .run.evaluate import evaluate as run
@@ -272,6 +274,10 @@ def _write_rows(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -
             )
         if not isinstance(given, Iterable):
             raise InputError(f"{name} is {given!r}; give rows, the path of a file or folder of them, or a hub id")
+        refuse(
+            type(given).__name__ == "DataFrame",
+            f"{name} is a DataFrame; give its rows as dicts, those of pandas as {name}.to_dict('records')",
+        )
         try:
             with temporary.open("wb") as file:
                 for row in given:
@@ -285,6 +291,17 @@ def _write_rows(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -
         finally:
             temporary.unlink(missing_ok=True)
     return counts
+
+
+@contextlib.contextmanager
+def _name_rows_in_errors(path: str) -> Iterator[None]:
+    """Within it an `InputError` on a line of the file names the row of `data`, as the file is soon gone."""
+    try:
+        yield
+    except InputError as error:
+        said = re.sub(re.escape(path) + r" line (\d+)", lambda found: f"data row {int(found[1]) - 1}", str(error))
+        error.args = (said.replace(path, "data"),)
+        raise
 
 
 def _encode_row(origin: str, row: Mapping[str, Any]) -> bytes:

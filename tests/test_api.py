@@ -94,6 +94,11 @@ def test_rows_in_memory_are_evaluated_all(tmp_path: Path) -> None:
         lockstep.evaluate(config, data=[], rewards=right)
     with pytest.raises(InputError, match="^data row 1 is a str"):
         lockstep.evaluate(config, data=[ROWS[0], "text"], rewards=right)  # type: ignore[list-item]
+    with pytest.raises(InputError, match="^data row 1: prompt is of type int"):  # not a line of a file that is gone
+        lockstep.evaluate(config, data=[ROWS[0], {"prompt": 3}], rewards=right)
+    DataFrame = type("DataFrame", (list,), {})
+    with pytest.raises(InputError, match=r"^data is a DataFrame; .* data\.to_dict\('records'\)"):
+        lockstep.evaluate(config, data=DataFrame(["prompt", "answer"]), rewards=right)
 
 
 def test_resuming(tmp_path: Path) -> None:
