@@ -45,7 +45,7 @@ LIBRARIES = {
 def use_the_library() -> None:
     """torch's defaults for every product: nothing here is under the contract any more."""
     cublas.configure_cuda = lambda: None  # type: ignore[assignment]
-    linear_choice.choose = lambda *_: linear_choice.LIBRARY  # type: ignore[assignment]
+    linear_choice.choose = lambda *_, **__: linear_choice.LIBRARY  # type: ignore[assignment]
 
 
 def attention_times(arch: str, repeats: int, device: str) -> dict[str, list[float]]:

@@ -7,7 +7,7 @@ import gc
 import pickle
 import platform
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,7 @@ from .push.memory import forget_memory, late_words
 from .watchdog import WatchedProcess
 
 T = TypeVar("T")
+_SAME_PROGRAM = "every process must run the same program on the same inputs"
 
 
 class Closable(Protocol):
@@ -108,14 +109,10 @@ class World(WatchedProcess):
         with self.detect_lost_peers():
             dist.all_gather_object(gathered, (what, value))
         names = [name for name, _ in gathered]
-        for rank, name in enumerate(names):
-            if name != names[0]:
-                raise self.report_on_first(
-                    LockstepError(
-                        f"rank {rank} exchanges {name} while rank 0 exchanges {names[0]}; every process must run the "
-                        "same program on the same inputs"
-                    )
-                )
+        if rank := _first_unlike(names):
+            raise self.report_on_first(
+                LockstepError(f"rank {rank} exchanges {names[rank]} while rank 0 exchanges {names[0]}; {_SAME_PROGRAM}")
+            )
         return [found for _, found in gathered]
 
     def gather_results(
@@ -235,14 +232,9 @@ class World(WatchedProcess):
         names = dict.fromkeys(name for one in all_described for name in one)
         for name in names:
             values = [one.get(name, "missing") for one in all_described]
-            for rank, value in enumerate(values):
-                if value != values[0]:
-                    raise self.report_on_first(
-                        InputError(
-                            f"{what}: {name} is {value!r} on rank {rank} and {values[0]!r} on rank 0; every process "
-                            "must run the same program on the same inputs"
-                        )
-                    )
+            if rank := _first_unlike(values):
+                on_ranks = f"{values[rank]!r} on rank {rank} and {values[0]!r} on rank 0"
+                raise self.report_on_first(InputError(f"{what}: {name} is {on_ranks}; {_SAME_PROGRAM}"))
 
     @contextlib.contextmanager
     def detect_lost_peers(self) -> Iterator[None]:
@@ -311,6 +303,11 @@ class World(WatchedProcess):
 
 
 ONE_PROCESS = World()
+
+
+def _first_unlike(values: Sequence[Any]) -> int:
+    """The first rank whose value is not rank 0's; 0 if there is none."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
 
 
 def _report_on(error: Exception, this_rank: bool) -> Exception:
