@@ -1,6 +1,5 @@
 """Trackers: a run's metrics in TensorBoard, Weights & Biases or trackio as well, or given to a function of the user's.
 Nothing phones home unless asked to.
-Nothing phones home unless asked to.
 
 A tracker that fails during a run is dropped with a warning; the run continues, and `metrics.jsonl` has everything.
 """
