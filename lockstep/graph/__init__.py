@@ -21,6 +21,7 @@ from .store.artifact import dumps, loads, register_region
 from .store.baked_constants import Constants
 from .store.folder import Store
 from .torch_private import trace as _trace
+from .torch_private.read_ahead import read_tracer_ahead
 from .torch_private.trace import clear_matmul_workspaces
 
 _trace.skip_dynamo_wrappers(_NAMESPACE)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..cache import fingerprint, user_folder
 from ..config import RunConfig
+from ..graph import read_tracer_ahead
 from ..timings import Timings
 
 KEPT_LISTS = 64  # lists, and as many notes of which list a configuration last needed
@@ -20,17 +21,20 @@ def kernel_list(*about: object) -> Path:
 
 def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) -> Callable[[], Path | None]:
     """Begin to load, on another thread, the kernels that the last start with this resolved configuration needed; with
-    several `ranks`, which load kernels later and agree on them, only hash the compiler. The key of a list needs more
-    than is known before the weights are read, so whether this was the right list shows later. Errors are left to the
-    code that needs the kernels. Call the returned function before anything is launched: it waits, and returns the
-    path of the list, or None if no kernels were loaded."""
+    several `ranks`, which load kernels later and agree on them, only hash the compiler. A first start also reads ahead
+    what its traces will import. The key of a list needs more than is known before the weights are read, so whether this
+    was the right list shows later. Errors are left to the code that needs the kernels. Call the returned function
+    before anything is launched: it waits, and returns the path of the list, or None if no kernels were loaded."""
     if device != "cuda" or not config.compile.plugins[0].graphs:
         return lambda: None
     path, loading = _folder() / str(user_folder.read(_note(config))), None
     with timings.measure("compile"), suppress(Exception):
         from ..ops.precompile import hash_compiler, preload_in_background
 
-        if ranks == 1 and (listed := user_folder.read(path)):
+        listed = user_folder.read(path)
+        if not listed:
+            read_tracer_ahead()
+        if listed and ranks == 1:
             loading = preload_in_background(listed)
         else:
             hash_compiler()

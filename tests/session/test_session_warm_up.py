@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -301,6 +304,33 @@ def test_kernels_of_the_last_start_are_loaded_beside_the_weights(loaded: list) -
     before = timings.seconds["compile"]
     assert kernel_lists.preload_async(config, "cuda", 1, timings)() == path and loaded == [LISTED]
     assert timings.seconds["compile"] > before
+
+
+def test_a_first_start_reads_ahead_what_tracing_imports(loaded: list, monkeypatch) -> None:
+    began: list[str] = []
+    monkeypatch.setattr(kernel_lists, "read_tracer_ahead", lambda: began.append("reading"))
+    config, path = config_of(captured=True), kernel_lists.kernel_list()
+    kernel_lists.preload_async(config, "cuda", 1, Timings())()
+    user_folder.write(path, LISTED)
+    kernel_lists.remember_kernel_list(config, path)
+    kernel_lists.preload_async(config, "cuda", 1, Timings())()
+    assert began == ["reading"]
+
+
+def test_what_is_read_ahead_is_what_tracing_imports() -> None:
+    script = """
+        import sys, torch, lockstep.graph
+        from lockstep.graph.torch_private import read_ahead, trace
+        before = {*sys.modules}
+        trace.import_tracer()
+        files = {str(folder / name) for folder, names in read_ahead.tracer_sources() for name in names}
+        packages = tuple(f"{name.partition('.')[0]}." for name in read_ahead._PACKAGES)
+        later = [m for name, m in sys.modules.items() if name not in before and name.startswith(packages)]
+        print(len(later), sum(getattr(module, "__file__", None) in files for module in later))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    imported, read = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert imported > 400 and read > 0.95 * imported
 
 
 @pytest.mark.parametrize("listed", [[], [["one"]], {"a": 1}, "text", 3])
