@@ -353,6 +353,8 @@ class Eval(_ResultFlags):
     """System message for prompts without one; a text prompt becomes a chat of one user message."""
     chat_template_kwargs: tuple[str, ...] = ()
     """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
+    filter_overlong_prompts: _Switch = False
+    """Leave out rows whose prompt is too long for the model, and report how many; off: such rows are an error."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
     """Reward functions; a dataset task needs one."""
     reward_weights: tuple[float, ...] = ()

@@ -84,8 +84,11 @@ class Task(ABC):
         """Example `index` of supervised step `step`, with its worked example."""
         raise InputError(f"task {self.name} has no worked examples, which supervised warm-up steps need")
 
-    def check_lengths(self, encode: Encode, limit: PromptLimit) -> None:  # noqa: B027 (most tasks need none)
-        """Refuse or leave out prompts with more tokens than `limit`. Called once, before the first step."""
+    def check_lengths(  # noqa: B027 (most tasks need none)
+        self, encode: Encode, limit: PromptLimit, training: bool = True
+    ) -> None:
+        """Refuse or leave out prompts with more tokens than `limit`: those of validation, and unless `training` is
+        off, of training. Called once, before the first step."""
 
 
 def parse_setting(text: str, label: str, form: str) -> tuple[str, Any]:

@@ -73,7 +73,7 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
     if isinstance(prompt, str) and len(prompt) <= _MAX_PROMPT_CHARS and prompt.isprintable() and task.turns == 1:
         asked = f"--prompt {shlex.quote(prompt)} --max-completion-length {limit}{stop}"
         return f"lockstep generate --model {model} {asked}"
-    if _is_unrewarded(config) or task.filter_overlong_prompts:  # an evaluation does not know which rows were left out
+    if _is_unrewarded(config) or task.filter_overlong_prompts:  # an evaluation may have other limits
         return f"lockstep chat --model {model}"
     return f"lockstep eval --model {model} {shlex.join(_evaluation_flags(config))}{stop}"
 

@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 
 from ..config import RunConfig, template_variables, validate, without_trainer_settings, yaml_file
 from ..distributed import World
-from ..environments import Collector, Environment, Limits, Problem, Task, make_environment, make_task
+from ..environments import Collector, Environment, Limits, PromptLimit, Task, make_environment, make_task
 from ..environments.environment import SingleTurn, environment_metrics
 from ..environments.episodes import SampleOutput, Sampler
 from ..environments.ranks.rollouts import RolloutHolders
@@ -61,7 +61,7 @@ def run_evaluation(
     """`lockstep.evaluate`; problems are played within `serving`, to which environments elsewhere may connect."""
     config = validate(yaml_file.check_types(config))
     n, ks = settings.n, _require_ks(settings)
-    task, environment, problems = _load_task(config, settings)
+    task, environment = _load_task(config, settings)
     temperature = settings.temperature
     if temperature is None:
         temperature = 0.0 if n == 1 else config.sampling.temperature
@@ -72,11 +72,14 @@ def run_evaluation(
         world, trained = llm.world, training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
         sampling = replace(trained, n=n, temperature=temperature)
         check_sampling(sampling)
+        limit, encode = _prompt_limit(config, llm.context), llm.policy.shortest_prompt_encoder(environment)
+        world.run_on_all(lambda: task.check_lengths(encode, limit, training=False))
+        problems = list(enumerate(task.validation_problems()))
         longest, origin = world.run_on_all(lambda: llm.policy.longest_prompt(task, environment, 0))
         refuse(
-            config.task.turns == 1 and longest + config.max_response_length > llm.context,
-            f"{origin + ': ' if origin else ''}prompt of {longest} tokens plus {config.max_response_length} new ones "
-            f"exceeds the model's context of {llm.context}; shorten one of them (sampling.max_completion_length)",
+            config.task.turns == 1 and longest > limit.tokens,
+            f"{origin + ': ' if origin else ''}a prompt has {longest} tokens; at most {limit.tokens} are allowed "
+            f"({limit.reason})",
         )
         sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
         world.require_same("the processes of this evaluation", lambda: sizes)
@@ -140,21 +143,33 @@ def _require_ks(settings: EvaluationSettings) -> list[int]:
     return ks
 
 
-def _load_task(
-    config: RunConfig, settings: EvaluationSettings
-) -> tuple[Task, type[Environment], list[tuple[int, Problem]]]:
-    """The task, its environment and its numbered problems. `InputError`: it has none, or not this `pass_reward`."""
+def _load_task(config: RunConfig, settings: EvaluationSettings) -> tuple[Task, type[Environment]]:
+    """The task and its environment. `InputError`: it has no problems, or not this `pass_reward`."""
     task = make_task(config.task, config.trainer.prompts_per_step)
-    problems = list(enumerate(task.validation_problems()))
     name, decides = config.task.name, settings.pass_reward
-    refuse(not problems, f"task {name} has no validation problems; give task.data or task.validation_prompts")
+    refuse(
+        not task.validation_problems(),
+        f"task {name} has no validation problems; give task.data or task.validation_prompts",
+    )
     environment = make_environment(config.task)
     names = [reward.name for reward in task.rewards.rewards]
     refuse(
         decides is not None and decides not in names and config.task.turns == 1,
         f"pass_reward {decides}: the task's reward functions are {', '.join(names)}",
     )
-    return task, environment, problems
+    return task, environment
+
+
+def _prompt_limit(config: RunConfig, context: int) -> PromptLimit:
+    """The most tokens of a prompt. In an environment of several turns it need only leave room for a token."""
+    limits = [PromptLimit(context - 1, f"the model's context of {context}")]
+    if config.task.turns == 1:
+        completion = config.max_response_length
+        reason = f"the model's context of {context} less sampling.max_completion_length of {completion}"
+        limits.append(PromptLimit(context - completion, reason))
+    if configured := config.task.max_prompt_length:
+        limits.append(PromptLimit(configured, "task.max_prompt_length"))
+    return min(limits, key=lambda limit: limit.tokens)
 
 
 def _load_model(config: RunConfig) -> LLM:

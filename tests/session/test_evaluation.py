@@ -164,11 +164,24 @@ def test_settings_that_cannot_work(config: RunConfig, arguments: dict, message: 
         evaluate(config, **arguments)
 
 
-def test_a_prompt_that_is_too_long_is_named_by_its_row(config: RunConfig, tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_named_by_its_row_or_left_out(
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (rows := tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (3, 5000, 4)))
     config = replace(config, task=replace(config.task, data=str(rows), validation_data=str(rows)))
-    with pytest.raises(InputError, match=r"long.jsonl line 2: prompt of 5000 tokens plus 6 new .*\(sampling.max_comp"):
+    reason = "the model's context of [0-9]+ less sampling.max_completion_length of 6"
+    with pytest.raises(InputError, match=rf"1 of 3 validation .* \({reason}\): .*long.jsonl line 2 \(5000 to"):
         evaluate(config)
+    left_out = replace(config, task=replace(config.task, filter_overlong_prompts=True))
+    assert evaluate(left_out)["prompts"] == 2 and "left out 1 of 3 validation prompts" in caplog.text
+    caplog.clear()
+    assert evaluate(replace(left_out, task=replace(left_out.task, max_prompt_length=3)))["prompts"] == 1
+    assert "2 of 3 validation prompts" in caplog.text and "task.max_prompt_length" in caplog.text
+    data = ["--data", str(rows), "--reward", config.task.reward[0], "--max-completion-length", "6"]
+    command = ["eval", "--model", str(config.model), "--task", "dataset", *data, "--json"]
+    assert main(command) == 2 and main([*command, "--filter-overlong-prompts"]) == 0
+    with pytest.raises(InputError, match=r"^a prompt has [0-9]+ tokens; at most 2 are allowed \(task.max_prompt_length"):
+        evaluate(replace(config, task=TaskConfig(max_prompt_length=2)))
     with pytest.raises(InputError, match="config is of type str; it must be a RunConfig"):
         evaluate("rows.jsonl")  # type: ignore[arg-type]
 

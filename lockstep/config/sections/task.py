@@ -16,7 +16,8 @@ _DATA_FIELDS = (
 )
 # The task's fields that `lockstep eval` has a flag of the same name for.
 EVALUATION_FIELDS = (
-    *("data", "split", "prompt_column", "system_prompt", "chat_template_kwargs", "reward", "reward_weights"),
+    *("data", "split", "prompt_column", "system_prompt", "chat_template_kwargs", "filter_overlong_prompts"),
+    *("reward", "reward_weights"),
     *("environment", "tools", "allow_unsandboxed", "environment_timeout", "max_turns", "max_response_length"),
 )
 # Arguments that rendering a prompt sets itself.

@@ -48,11 +48,12 @@ class DatasetTask(Task):
     def validation_problems(self) -> list[Problem]:
         return list(self._validation or ())
 
-    def check_lengths(self, encode: Encode, limit: PromptLimit) -> None:
+    def check_lengths(self, encode: Encode, limit: PromptLimit, training: bool = True) -> None:
         """Refuse over-long prompts, or leave them out with `task.filter_overlong_prompts`."""
         leave_out = self._config.filter_overlong_prompts
-        self._train = self._train.filter_overlong(encode, limit, leave_out)
-        self.rows = len(self._train)
+        if training:
+            self._train = self._train.filter_overlong(encode, limit, leave_out)
+            self.rows = len(self._train)
         if self._validation:
             self._validation = self._validation.filter_overlong(encode, limit, leave_out, "validation")
 
