@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -19,6 +20,7 @@ from scripted import scripted_folder
 from lockstep import evaluate
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import End, Environment, Turn, make_environment
+from lockstep.environments.remote import TurnRefused
 from lockstep.errors import InputError, LockstepError
 from lockstep.run.replay import replay
 from lockstep.run.train import train
@@ -241,6 +243,25 @@ def test_a_rollout_that_nobody_plays_is_overdue(tmp_path: Path) -> None:
     asked = config(tmp_path, f"http://127.0.0.1:{free_port()}", environment_timeout=0.2)
     with pytest.raises(InputError, match="step 1: the environment failed for 4 trajectories"):
         train(asked, tmp_path / "run", resume=False)
+
+
+def test_the_last_turn_of_a_rollout_that_is_over_is_answered_again() -> None:
+    kind: Any = make_environment(TaskConfig(environment="http://127.0.0.1:9"))
+    kind.registry.url = "http://127.0.0.1:9"
+    turn = Turn("3", [3], "stop")
+
+    async def played() -> None:
+        rollout = kind()
+        asked = asyncio.create_task(rollout.turn([1, 2]))
+        assert await rollout.start({}, 0) == [1, 2]
+        stepped = asyncio.create_task(rollout.step(turn))
+        assert await asked is turn
+        rollout.end(1.0)
+        assert await rollout.turn([1, 2]) is turn and (await stepped).reward == 1.0
+        with pytest.raises(TurnRefused, match="the rollout is over"):
+            await rollout.turn([1, 2, 3, 4])
+
+    asyncio.run(played())
 
 
 def test_texts_end_before_the_stop_strings_of_the_run() -> None:
