@@ -180,7 +180,7 @@ def test_a_prompt_that_is_too_long_is_named_by_its_row_or_left_out(
     data = ["--data", str(rows), "--reward", config.task.reward[0], "--max-completion-length", "6"]
     command = ["eval", "--model", str(config.model), "--task", "dataset", *data, "--json"]
     assert main(command) == 2 and main([*command, "--filter-overlong-prompts"]) == 0
-    with pytest.raises(InputError, match=r"^a prompt has [0-9]+ tokens; at most 2 are allowed \(task.max_prompt_length"):
+    with pytest.raises(InputError, match=r"^a prompt has [0-9]+ tokens; at most 2 are allowed \(task.max_prompt"):
         evaluate(replace(config, task=TaskConfig(max_prompt_length=2)))
     with pytest.raises(InputError, match="config is of type str; it must be a RunConfig"):
         evaluate("rows.jsonl")  # type: ignore[arg-type]
