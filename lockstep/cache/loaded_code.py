@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -22,13 +23,20 @@ SUFFIXES = (".py", ".c", ".h", ".json")
 IMPORTED_NS = time.time_ns()  # since the epoch; the package imports this before the rest
 _NAME = __package__.partition(".")[0]
 _CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*$")
+# What wraps functions in a class, and the attributes that hold them.
+_WRAPPERS: dict[type, tuple[str, ...]] = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    cached_property: ("func",),
+}
 _PLAIN = bool, int, float, str, tuple, type(None)
 _HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
 
 
 class _Attribute(NamedTuple):
-    """The value that was under a key of a namespace or table; for a function, also its code and defaults. `name`: in
-    messages."""
+    """The value that was under a key of a namespace or table; for a function, and those that a property or another
+    wrapper holds, also the code and defaults. `name`: in messages."""
 
     name: str
     owner: Mapping[Any, Any]
@@ -95,7 +103,7 @@ def _record_attribute(name: str, owner: Mapping[Any, Any], key: Any) -> _Attribu
 
 
 def _is_code(value: Any) -> bool:
-    return callable(value) or isinstance(value, (ModuleType, property, staticmethod, classmethod))
+    return callable(value) or isinstance(value, (ModuleType, *_WRAPPERS))
 
 
 def _is_own(name: str, value: Any) -> bool:
@@ -108,6 +116,8 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _code(value: Any) -> Any:
+    if names := _WRAPPERS.get(type(value)):
+        return [_code(getattr(value, name)) for name in names]
     if not isinstance(value, FunctionType):
         return None
     return value.__code__, value.__defaults__, dict(value.__kwdefaults__ or {})

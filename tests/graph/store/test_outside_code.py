@@ -22,6 +22,7 @@ from lockstep.algorithms.grpo import GRPO
 from lockstep.cache import fingerprint, loaded_code
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.distributed import ONE_PROCESS
+from lockstep.environments.remote import RemoteEnvironment
 from lockstep.graph import EAGER, Runtime, Store
 from lockstep.graph.store.key import is_covered
 from lockstep.graph.torch_private import trace as torch_trace
@@ -34,7 +35,9 @@ from lockstep.models.families.qwen3 import QKNormLayer
 from lockstep.ops import rope
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.operator import like, operator
+from lockstep.session.text.policy import Policy
 from lockstep.trainer import Trainer, pack
+from lockstep.trainer.parameters import Layout
 
 CPU = torch.device("cpu")
 OWN = loaded_code.PACKAGE.resolve()
@@ -177,6 +180,16 @@ def test_an_entry_of_a_table_and_a_functions_own_code_are_seen(monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(pack, "__kwdefaults__", {"share_prefix": False})
         assert "packing.pack is not what was imported" in str(loaded_code.find_difference())
+    wrapped_functions = {
+        "RemoteEnvironment.playing": vars(RemoteEnvironment)["playing"].__func__,
+        "Layout.of": vars(Layout)["of"].__func__,
+        "Layout.size": vars(Layout)["size"].fget,
+        "Policy.tool_format": vars(Policy)["tool_format"].func,
+    }
+    for name, function in wrapped_functions.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(function, "__defaults__", (0,))
+            assert f"{name} is not what was imported" in str(loaded_code.find_difference())
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert loaded_code.find_difference() == "torch.nn.modules.module._global_forward_hooks has a hook"
     hook.remove()
