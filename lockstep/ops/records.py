@@ -85,7 +85,8 @@ class Paged(NamedTuple):
     max_context_len: int
 
     def decode_contexts(self, tokens: int) -> Contexts | None:
-        """`Contexts` if every sequence has one new token; None if that is not certain."""
+        """`Contexts` if every sequence has one new token; None if that is not certain. No sequence of a layout of at
+        most one new token each may be empty: with a row of padding for it, this would not notice."""
         if self.max_query_len == 1 and tokens == self.context_len_S.shape[0]:
             return Contexts(self.block_table, self.context_len_S, self.max_context_len)
         return None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed._functional_collectives  # noqa: F401 (registers the operators' shapes)
 from torch import fx
 
-from .trace import call
+from .trace import call, fake_value
 
 _operators = torch.ops._c10d_functional
 
@@ -30,8 +30,9 @@ def coalesce_gathers(graph: fx.Graph, gathers: Sequence[fx.Node]) -> list[fx.Nod
 
 
 def merge_exchanges(graph: fx.Graph, exchanges: Sequence[fx.Node]) -> list[fx.Node]:
-    """Insert one all-to-all, with its wait, in place of several of flat tensors. Returns for each the parts that all
-    ranks sent to this one, [ranks, size]."""
+    """Insert one all-to-all, with its wait, in place of several of flat tensors of one dtype. Returns for each the
+    parts that all ranks sent to this one, [ranks, size]."""
+    assert len({fake_value(exchange).dtype for exchange in exchanges}) == 1, "several dtypes would be promoted"
     parts: Any = [exchange.args[1] for exchange in exchanges]
     ranks, sizes, group = len(parts[0]), [part[0] for part in parts], exchanges[0].args[3]
     view = torch.ops.aten.view.default

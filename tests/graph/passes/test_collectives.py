@@ -24,7 +24,8 @@ from lockstep.graph.passes.collectives import (
     layer_of,
     weight_gathers,
 )
-from lockstep.graph.torch_private.collectives import GATHER, GATHER_MANY, WAIT
+from lockstep.graph.torch_private.collectives import GATHER, GATHER_MANY, WAIT, merge_exchanges
+from lockstep.graph.torch_private.trace import set_fake_value
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
@@ -84,6 +85,14 @@ def test_a_layer_has_one_collective_each_way_in_the_order_of_the_layers(tp: int)
     assert [exchange.layer for exchange in gradient_exchanges(captured)] == ["", *reversed(LAYERS), ""]
     log = "\n".join(captured.log)
     assert "24 of 26 gathered again" in log and "50 -> 8 gathers, 26 -> 5 exchanges" in log
+
+
+def test_exchanges_of_several_dtypes_are_not_merged() -> None:
+    graph = fx.Graph()
+    values = [torch.zeros(4, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    exchanges = [set_fake_value(graph.placeholder(f"x{i}"), value) for i, value in enumerate(values)]
+    with pytest.raises(AssertionError, match="several dtypes"):
+        merge_exchanges(graph, exchanges)
 
 
 def test_gathers_begin_a_layer_early_and_waits_stand_before_the_first_use() -> None:
