@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
 import traceback
@@ -36,6 +37,8 @@ class Answer:
     seconds: float
 
 
+_LOOP_THREAD = "lockstep-environments"
+_LOOP_RESPONDS_S = 0.5  # the event loop is blocked if it takes longer to run a callback
 _FOR_MAIN_THREAD = 0  # instead of a call's number, marks a function to run in the thread that takes answers
 _current = threading.local()  # `call`, in the thread of a call: its `ConcurrentCalls`, and its number there
 
@@ -154,8 +157,10 @@ class ConcurrentCalls:
             return []
         now = time.monotonic()
         overdue = [number for number, (_, began) in self._open.items() if now - began >= self._timeout]
-        reason = f"it took longer than task.environment_timeout, {self._timeout:g} s"
-        return [self._close(number, Failure(reason), now) for number in overdue]
+        failure = Failure(f"it took longer than task.environment_timeout, {self._timeout:g} s")
+        is_async = any(number in self._running for number in overdue)
+        of_coroutine = _describe_blocked_loop(failure) if is_async else failure
+        return [self._close(n, of_coroutine if n in self._running else failure, now) for n in overdue]
 
     def _close(self, number: int, value: Any, came: float) -> Answer:
         key, began = self._open.pop(number)
@@ -194,9 +199,20 @@ def _failure(error: BaseException) -> Failure:
     return Failure(f"{type(error).__name__}: {safe_str(error)}", "".join(lines))
 
 
+def _describe_blocked_loop(failure: Failure) -> Failure:
+    """The failure of an overdue coroutine, with what the event loop is busy with if some coroutine blocks it."""
+    responds = threading.Event()
+    event_loop().call_soon_threadsafe(responds.set)
+    if responds.wait(_LOOP_RESPONDS_S):
+        return failure
+    (frame,) = [sys._current_frames()[t.ident or 0] for t in threading.enumerate() if t.name == _LOOP_THREAD]
+    stack = "".join(traceback.format_stack(frame))
+    return Failure(f"{failure.reason}; an async function, which should await, blocks all others", stack)
+
+
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The process's event loop for environments, which runs in a separate thread until the process ends."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=_LOOP_THREAD, daemon=True).start()
     return loop

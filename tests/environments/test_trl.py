@@ -197,6 +197,23 @@ def test_a_coroutine_that_hangs_is_cancelled_and_leaves_no_thread() -> None:
     assert ended.wait(timeout=60) and set(threading.enumerate()) <= before  # the loop ends it in its own time
 
 
+def test_a_coroutine_that_blocks_is_told_from_those_that_wait_for_it() -> None:
+    release, calls = threading.Event(), ConcurrentCalls(0.2, False)
+
+    async def blocks() -> None:
+        release.wait(60)
+
+    async def waits() -> None:
+        await asyncio.sleep(0)
+
+    for function in (blocks, waits):
+        calls.call(function.__name__, function)
+    told = [answer.value for _ in range(2) for answer in calls.answers(wait=True)]
+    release.set()
+    assert len(told) == 2 and all("release.wait(60)" in one.traceback for one in told)
+    assert told[0].reason.endswith("0.2 s; an async function, which should await, blocks all others")
+
+
 def test_what_a_tool_returns_can_be_shown_or_is_an_error() -> None:
     class Unshown:
         def __str__(self) -> str:
