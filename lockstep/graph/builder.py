@@ -43,7 +43,7 @@ def require_plugins(config: CompileConfig, device: torch.device) -> None:
     pipeline(config)
 
 
-# By (title, body and inputs, level): graphs, each with whether it was loaded from the store.
+# By (title, body, inputs and constants, level): graphs, each with whether it was loaded from the store.
 PrebuiltGraphs = dict[tuple[str, str, Level], tuple[Captured, bool]]
 
 
@@ -145,7 +145,8 @@ class GraphBuilder:
         if any(self.peers.gather(is_modified())):  # then stored graphs may differ from what some process runs
             stored = None
             self.prebuilt.clear()
-        place = request.title, f"{body_name(request.body)} {request.everywhere}", level
+        about_body = body_name(request.body), request.everywhere, flatten(request.constants or {})
+        place = request.title, str(about_body), level
         if self.own_part is not None and place in self.own_part:
             return self.own_part[place][0]
         if place in self.prebuilt:

@@ -343,3 +343,13 @@ def test_how_words_come_from_other_ranks_is_in_the_key() -> None:
         return flatten(Decoder(DENSE, torch.float32, "meta", mesh).trace_constants())
 
     assert key(0, True) == key(1, True) != key(0, False) == key(1, False)
+
+
+def test_a_graph_of_a_process_own_part_is_of_its_constants() -> None:
+    """And so are the graphs that other processes made."""
+    runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
+    runtime.builder.own_part = made = {}
+    for factor in (2, 3, 3):
+        program = runtime.program("f", lambda t: {"sum": t.user["x"] + 1}, Inputs(), constants={"factor": factor})
+        program.graph({"x": torch.ones(3)}, {})
+    assert len(made) == runtime.captures == 2
