@@ -22,7 +22,7 @@ from . import machine
 from .config import LEGACY_CONFIG, RunConfig, require_config, validate, yaml_file
 from .errors import InputError, refuse
 from .run import lock as run_lock
-from .run.outcome import describe_interrupted_run, relative_to_cwd
+from .run.closing_lines import describe_interrupted_run, relative_to_cwd
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 

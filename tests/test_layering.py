@@ -166,7 +166,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "checkpoint.retention metrics",
         "checkpoint.files",
         "checkpoint.saver",
-        "checkpoint crash display lock outcome",
+        "checkpoint closing_lines crash display lock",
         "faults resume timeline trackers",
         "report",
         "recorder",

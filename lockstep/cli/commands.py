@@ -23,7 +23,7 @@ from ..config import (
 from ..config.yaml_file import suggest
 from ..errors import InputError, refuse
 from ..machine import server_api_key, torchrun_launch
-from ..run.outcome import align_rows, describe_outcome
+from ..run.closing_lines import align_rows, describe_outcome
 from ..serve.settings import Settings
 from .flags import Chat, Eval, Generate, Init, Parity, Plan, Precompile, Replay, Report, Serve, Train
 

@@ -25,7 +25,7 @@ from ..session.certificate import Certificate
 from ..session.memory import MemoryPlan, has_room_for_copy, measure_memory
 from ..session.warm_up import warm_up
 from ..timings import Span, Timings
-from . import checkpoint, outcome
+from . import checkpoint, closing_lines
 from . import resume as resuming
 from .display import Display
 from .metrics import (
@@ -67,7 +67,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE_PROCESS) -> None:
         self.config, self.world = config, world
         self.run_dir = run_dir
-        self._shown_dir = outcome.relative_to_cwd(run_dir)
+        self._shown_dir = closing_lines.relative_to_cwd(run_dir)
         imports, Recorder._imports = Recorder._imports, 0.0
         self.began = time.perf_counter() - imports
         self._earlier_seconds = 0.0  # seconds of the earlier processes of a resumed run
@@ -394,9 +394,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
         self.summary |= {"steps_done": self._steps_without_metrics + len(self._rewards), "validation": self.validations}
         self.summary |= {
-            "learned": outcome.describe_learning(self.config, self.validations, self._rewards, self._updates),
+            "learned": closing_lines.describe_learning(self.config, self.validations, self._rewards, self._updates),
             "parity": self._loop.certificate.to_dict() if self._loop else {},
-            "next": outcome.next_command(self.config, self._shown_dir, self._prompt),
+            "next": closing_lines.next_command(self.config, self._shown_dir, self._prompt),
         }
         if self._loop is not None:
             run = self._loop.run

@@ -22,10 +22,10 @@ from ..session.memory import explain_out_of_memory
 from ..session.signals import EndRequest, EndRequested, SignalDelay, reraise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
+from .closing_lines import describe_interrupted_run
 from .crash import CRASH_FILE, crash_note
 from .display import PHASE_NAMES, Display
 from .faults import FaultReporter, report_faults_once
-from .outcome import describe_interrupted_run
 from .recorder import Recorder
 from .timeline import is_recorded
 from .trackers import require_trackers

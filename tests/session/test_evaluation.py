@@ -17,7 +17,7 @@ from lockstep import evaluate
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
-from lockstep.run.outcome import next_command
+from lockstep.run.closing_lines import next_command
 from lockstep.session.evaluation import normal_interval, pass_at_k, render, wilson_interval
 
 
