@@ -51,19 +51,29 @@ class RolloutRegistry:
         self.address, self.url, self.model = address, "", ""
         self.rollouts: dict[str, RemoteEnvironment] = {}
         self._offered: asyncio.Queue[RemoteEnvironment] = asyncio.Queue()
+        self._waits: set[asyncio.Timeout] = set()
 
     def offer(self, rollout: RemoteEnvironment) -> None:
         """Queue a rollout for `take`."""
         self._offered.put_nowait(rollout)
 
     async def take(self, seconds: float) -> RemoteEnvironment | None:
-        """The next offered rollout that is not over; None if there is none within `seconds`."""
+        """The next offered rollout that is not over; None if there is none within `seconds`, or before `end_waits`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while (rollout := await self._offered.get()).over:
-                    pass
+            async with asyncio.timeout(seconds) as wait:
+                self._waits.add(wait)
+                try:
+                    while (rollout := await self._offered.get()).over:
+                        pass
+                finally:
+                    self._waits.remove(wait)
                 return rollout
         return None
+
+    def end_waits(self) -> None:
+        """Let `take` return where it waits."""
+        for wait in self._waits:
+            wait.reschedule(asyncio.get_running_loop().time())
 
 
 class RemoteEnvironment(Environment):

@@ -6,7 +6,9 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -223,6 +225,30 @@ def test_a_player_that_fails_is_left_out_and_told_of(tmp_path: Path) -> None:
         in (tmp_path / "run" / "environment_errors.txt").read_text()
     )
     assert len(samples(tmp_path / "run")) == 4
+
+
+def test_a_player_that_waits_is_told_when_the_run_ends(tmp_path: Path) -> None:
+    url, said = f"http://127.0.0.1:{free_port()}", list[int]()
+
+    def wait_and_play() -> None:
+        with httpx.Client(base_url=url, timeout=60) as http:
+            while not said or said[-1] == 200:
+                try:
+                    answer = http.post("/rollouts", json={"wait": 60})
+                except httpx.TransportError:  # not yet
+                    time.sleep(0.02)
+                    continue
+                said.append(answer.status_code)
+                if answer.status_code == 200:
+                    told = answer.json()
+                    http.post(f"/rollouts/{told['id']}/end", json=chats(url, told, http))
+            assert said[-1] == 503 and "shutting down" in answer.text
+
+    with ThreadPoolExecutor(1) as pool:
+        playing = pool.submit(wait_and_play)
+        train(config(tmp_path, url), tmp_path / "run", resume=False)
+        playing.result(10)
+    assert said == [200] * 4 + [503]
 
 
 def test_a_rollout_that_was_offered_to_who_left_is_offered_again(tmp_path: Path) -> None:

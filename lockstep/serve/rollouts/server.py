@@ -72,5 +72,6 @@ class RolloutServer:
                 await self._stop.wait()
         finally:
             self._service.stopping = http.should_exit = True
+            self._environment.registry.end_waits()
             await answering
             self._socket.close()
