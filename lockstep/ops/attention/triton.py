@@ -110,9 +110,9 @@ def _attention_kernel(
     table_stride,
     q_stride,
     q_head_stride,
-    k_stride,
+    k_stride: tl.constexpr,
     k_head_stride,
-    v_stride,
+    v_stride: tl.constexpr,
     v_head_stride,
     scale,
     PAGE_SIZE: tl.constexpr,  # 0: packed
@@ -126,7 +126,7 @@ def _attention_kernel(
     q_rope_stride=None,
     q_rope_head_stride=None,
     k_rope_ptr=None,  # [R, P]
-    k_rope_stride=None,
+    k_rope_stride: tl.constexpr = None,
     ROPE_DIM: tl.constexpr = 0,
     BLOCK_P: tl.constexpr = 0,
     sinks_ptr=None,  # [N]

@@ -71,9 +71,9 @@ def _query_kernel(
     segments,
     q_stride,
     q_head_stride,
-    k_stride,
+    k_stride: tl.constexpr,
     k_head_stride,
-    v_stride,
+    v_stride: tl.constexpr,
     v_head_stride,
     scale,
     dq_stride,
@@ -89,7 +89,7 @@ def _query_kernel(
     q_rope_stride=None,
     q_rope_head_stride=None,
     k_rope_ptr=None,  # [T, P]
-    k_rope_stride=None,
+    k_rope_stride: tl.constexpr = None,
     dq_rope_ptr=None,  # [T, N, P], contiguous, written
     ROPE_DIM: tl.constexpr = 0,
     BLOCK_P: tl.constexpr = 0,
@@ -176,7 +176,7 @@ def _key_kernel(
     prefix_len_ptr,
     tokens,
     segments,
-    q_stride,
+    q_stride: tl.constexpr,
     q_head_stride,
     k_stride,
     k_head_stride,
@@ -194,7 +194,7 @@ def _key_kernel(
     BLOCK_S: tl.constexpr,
     IS_LONG: tl.constexpr,  # whether tiles without masks have a loop of their own
     q_rope_ptr=None,  # [T, N, P]; these if ROPE_DIM > 0, and then v_ptr is not read
-    q_rope_stride=None,
+    q_rope_stride: tl.constexpr = None,
     q_rope_head_stride=None,
     k_rope_ptr=None,  # [T, P]
     k_rope_stride=None,

@@ -80,9 +80,9 @@ def _group_kernel(
     table_stride,
     q_stride,
     q_head_stride,
-    k_stride,
+    k_stride: tl.constexpr,
     k_head_stride,
-    v_stride,
+    v_stride: tl.constexpr,
     v_head_stride,
     scale,
     PDL: tl.constexpr,
@@ -160,9 +160,9 @@ def _decode_kernel(
     table_stride,
     q_stride,
     q_head_stride,
-    k_stride,
+    k_stride: tl.constexpr,
     k_head_stride,
-    v_stride,
+    v_stride: tl.constexpr,
     v_head_stride,
     scale,
     PDL: tl.constexpr,
@@ -186,6 +186,8 @@ def _decode_kernel(
     v_ptr += kv_head * v_head_stride
     table_ptr += sequence.to(tl.int64) * table_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
+    if PDL:
+        triton_prefetch.prefetch_table(table_ptr, begin, table_width, PAGE_SIZE, SPLIT)
     if AHEAD > 0:
         stored = tl.load(context_len_ptr + sequence, cache_modifier=".cg") - 1
         wanted = begin

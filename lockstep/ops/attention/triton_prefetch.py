@@ -1,4 +1,4 @@
-"""Prefetch keys and values into the L2 cache while a program waits for the previous kernel (`pdl`).
+"""Prefetch page numbers, keys and values into the L2 cache while a program waits for the previous kernel (`pdl`).
 
 What a program reads to find them may be stale at that time, so it is clamped to bounds, kept out of the L1 cache, and
 used for nothing else.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 AHEAD = 256  # keys per program
 MAX_PROGRAMS = 16  # the most programs for which it pays; more of them keep the memory busy anyway
+LINE_PAGES = tl.constexpr(32)  # page numbers in a line of the cache
 BULK_BYTES = 16  # bytes: an asynchronous copy's address and size must be multiples of this
 
 
@@ -22,6 +23,21 @@ def keys_per_program(programs: int, *caches: Tensor) -> int:
     sizes = (n * cache.element_size() for cache in caches for n in (*cache.stride()[:2], cache.shape[2]))
     aligned = not any(size % BULK_BYTES for size in (*sizes, *(cache.data_ptr() for cache in caches)))
     return AHEAD if aligned and programs <= MAX_PROGRAMS else 0
+
+
+@triton.jit
+def prefetch_table(table_ptr, begin, table_width, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Prefetch the page numbers of `KEYS` positions from `begin` on."""
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(KEYS, PAGE_SIZE * LINE_PAGES))
+    page = begin // PAGE_SIZE + tl.arange(0, LINES) * LINE_PAGES
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
+        "=r,l,r",
+        [(table_ptr + page).to(tl.int64), (page < table_width).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
