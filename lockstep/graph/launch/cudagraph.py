@@ -84,14 +84,10 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         pool: Any = self._open_pool().id
         streams = torch.cuda.stream(self._stream)  # restored even if ending a capture fails
-        try:
-            with streams, torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=errors):
-                outputs = run(arguments)
-                if lasting:
-                    torch_trace.copy_all([*lasting.values()], [outputs[i] for i in lasting])
-        except BaseException:
-            torch_trace.end_failed_capture(self._device, pool)
-            raise
+        with streams, torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=errors):
+            outputs = run(arguments)
+            if lasting:
+                torch_trace.copy_all([*lasting.values()], [outputs[i] for i in lasting])
         for i, tensor in lasting.items():
             outputs[i] = tensor
         return _CudaRecording(graph, outputs)

@@ -7,7 +7,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -409,9 +409,3 @@ def base_tensor(tensor: Tensor) -> Tensor:
 def clear_matmul_workspaces() -> None:
     """Release cuBLAS's workspaces, which would otherwise keep alive the memory pool that they were allocated in."""
     torch._C._cuda_clearCublasWorkspaces()
-
-
-def end_failed_capture(device: torch.device, pool: Any) -> None:
-    """Let a memory pool be recorded into again: a capture that CUDA invalidated may leave it marked as recording."""
-    with suppress(RuntimeError):  # it was not left so
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device() if device.index is None else device.index, pool)
