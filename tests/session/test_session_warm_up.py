@@ -333,6 +333,25 @@ def test_what_is_read_ahead_is_what_tracing_imports() -> None:
     assert imported > 400 and read > 0.95 * imported
 
 
+def test_a_process_that_ends_while_files_are_read_ahead_says_nothing_of_it() -> None:
+    script = """
+        import pathlib, time
+        from lockstep.graph.torch_private import read_ahead
+
+        def without_end():
+            while True:
+                time.sleep(0.001)
+                yield pathlib.Path(), []
+
+        read_ahead.tracer_sources = without_end
+        read_ahead.read_tracer_ahead()
+        time.sleep(0.1)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("listed", [[], [["one"]], {"a": 1}, "text", 3])
 def test_a_list_that_cannot_be_loaded_is_left_to_the_warm_up(listed: object, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))

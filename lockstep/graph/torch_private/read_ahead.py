@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread
 
 # What `import_tracer` and the first trace import, subpackages included.
@@ -23,15 +23,26 @@ def read_tracer_ahead() -> None:
 
 
 def _read_all() -> None:
-    with ThreadPoolExecutor(_READERS) as pool:
-        for folder, sources in tracer_sources():
-            pool.submit(_read, folder, sources)
+    found: SimpleQueue[tuple[Path, list[str]] | None] = SimpleQueue()
+    for _ in range(_READERS):  # no pool's threads, for which a process that ends would wait
+        Thread(target=_read_found, args=(found,), daemon=True).start()
+    try:
+        for item in tracer_sources():
+            found.put(item)
+    finally:
+        for _ in range(_READERS):
+            found.put(None)
+
+
+def _read_found(found: SimpleQueue[tuple[Path, list[str]] | None]) -> None:
+    while (item := found.get()) is not None:
+        _read(*item)
 
 
 def tracer_sources() -> Iterator[tuple[Path, list[str]]]:
     """Folders of the packages that tracing imports, and the Python files in each."""
     for package in _PACKAGES:
-        with suppress(ImportError):
+        with suppress(ImportError, ValueError):  # it is missing, or something else has its name
             spec = find_spec(package)
             for root in (spec and spec.submodule_search_locations) or ():
                 for folder, subfolders, files in os.walk(root):
