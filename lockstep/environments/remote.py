@@ -73,7 +73,8 @@ class RolloutRegistry:
     def end_waits(self) -> None:
         """Let `take` return where it waits."""
         for wait in self._waits:
-            wait.reschedule(asyncio.get_running_loop().time())
+            with suppress(RuntimeError):  # it is ending already
+                wait.reschedule(asyncio.get_running_loop().time())
 
 
 class RemoteEnvironment(Environment):

@@ -22,7 +22,7 @@ from scripted import scripted_folder
 from lockstep import evaluate
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import End, Environment, Turn, make_environment
-from lockstep.environments.remote import TurnRefused
+from lockstep.environments.remote import RolloutRegistry, TurnRefused
 from lockstep.errors import InputError, LockstepError
 from lockstep.run.replay import replay
 from lockstep.run.train import train
@@ -249,6 +249,19 @@ def test_a_player_that_waits_is_told_when_the_run_ends(tmp_path: Path) -> None:
         train(config(tmp_path, url), tmp_path / "run", resume=False)
         playing.result(10)
     assert said == [200] * 4 + [503]
+
+
+def test_waits_end_whatever_state_they_are_in() -> None:
+    async def end_after(turns: int) -> None:
+        registry = RolloutRegistry()
+        waits = [asyncio.create_task(registry.take(seconds)) for seconds in (0, 60)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        registry.end_waits()
+        assert await asyncio.wait_for(asyncio.gather(*waits), 10) == [None, None]
+
+    for turns in range(1, 6):  # in one of these the first wait is over and has not returned yet
+        asyncio.run(end_after(turns))
 
 
 def test_a_rollout_that_was_offered_to_who_left_is_offered_again(tmp_path: Path) -> None:
