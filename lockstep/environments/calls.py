@@ -214,5 +214,12 @@ def _describe_blocked_loop(failure: Failure) -> Failure:
 def event_loop() -> asyncio.AbstractEventLoop:
     """The process's event loop for environments, which runs in a separate thread until the process ends."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=_LOOP_THREAD, daemon=True).start()
+    threading.Thread(target=_run_on, args=(loop,), name=_LOOP_THREAD, daemon=True).start()
     return loop
+
+
+def _run_on(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop, and go on after an exception that ends it: a task that calls `sys.exit` ends no other."""
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()

@@ -214,6 +214,27 @@ def test_a_coroutine_that_blocks_is_told_from_those_that_wait_for_it() -> None:
     assert told[0].reason.endswith("0.2 s; an async function, which should await, blocks all others")
 
 
+def test_a_task_that_exits_does_not_end_the_event_loop() -> None:
+    calls = ConcurrentCalls(0.2, False)
+
+    async def exits() -> None:
+        raise SystemExit
+
+    async def begins_it() -> None:
+        task = asyncio.create_task(exits())
+        await asyncio.sleep(60)
+        await task
+
+    async def answers() -> int:
+        return 3
+
+    for function in (begins_it, answers):
+        calls.call(function.__name__, function)
+        (answer,) = calls.answers(wait=True)
+        told = answer.value if function is answers else answer.value.reason
+        assert told == (3 if function is answers else "it took longer than task.environment_timeout, 0.2 s")
+
+
 def test_what_a_tool_returns_can_be_shown_or_is_an_error() -> None:
     class Unshown:
         def __str__(self) -> str:
