@@ -16,6 +16,7 @@ from ..environments import Collector, Environment, Limits, PromptLimit, Task, ma
 from ..environments.environment import SingleTurn, environment_metrics
 from ..environments.episodes import SampleOutput, Sampler
 from ..environments.ranks.rollouts import RolloutHolders
+from ..environments.tools import ToolEnvironment
 from ..errors import refuse
 from ..generator import Engine
 from ..trainer.shapes import PROMPT_MARGIN
@@ -73,11 +74,13 @@ def run_evaluation(
         sampling = replace(trained, n=n, temperature=temperature)
         check_sampling(sampling)
         limit, encode = _prompt_limit(config, llm.context), llm.policy.shortest_prompt_encoder(environment)
-        world.run_on_all(lambda: task.check_lengths(encode, limit, training=False))
+        from_rows = _prompts_from_rows(environment)
+        if from_rows or config.task.filter_overlong_prompts:
+            world.run_on_all(lambda: task.check_lengths(encode, limit, training=False))
         problems = list(enumerate(task.validation_problems()))
         longest, origin = world.run_on_all(lambda: llm.policy.longest_prompt(task, environment, 0))
         refuse(
-            config.task.turns == 1 and longest > limit.tokens,
+            config.task.turns == 1 and from_rows and longest > limit.tokens,
             f"{origin + ': ' if origin else ''}a prompt has {longest} tokens; at most {limit.tokens} are allowed "
             f"({limit.reason})",
         )
@@ -160,16 +163,23 @@ def _load_task(config: RunConfig, settings: EvaluationSettings) -> tuple[Task, t
     return task, environment
 
 
+def _prompts_from_rows(environment: type[Environment]) -> bool:
+    """Whether prompts are those of the rows, or begin with them; an environment may begin with others."""
+    own_start = environment.start is not Environment.start and not issubclass(environment, ToolEnvironment)
+    return environment.plays is None and not own_start
+
+
 def _prompt_limit(config: RunConfig, context: int) -> PromptLimit:
-    """The most tokens of a prompt. In an environment of several turns it need only leave room for a token."""
-    limits = [PromptLimit(context - 1, f"the model's context of {context}")]
-    if config.task.turns == 1:
-        completion = config.max_response_length
-        reason = f"the model's context of {context} less sampling.max_completion_length of {completion}"
-        limits.append(PromptLimit(context - completion, reason))
-    if configured := config.task.max_prompt_length:
-        limits.append(PromptLimit(configured, "task.max_prompt_length"))
-    return min(limits, key=lambda limit: limit.tokens)
+    """The most tokens of a prompt, which leave room for a first turn. Raises `InputError` if none do."""
+    completion, configured = config.sampling.max_completion_length, config.task.max_prompt_length
+    what = f"the model's context of {context}"
+    refuse(
+        context <= completion,
+        f"sampling.max_completion_length is {completion}; {what} must hold it and a prompt, so make it smaller",
+    )
+    if 0 < configured <= context - completion:
+        return PromptLimit(configured, "task.max_prompt_length")
+    return PromptLimit(context - completion, f"{what} less sampling.max_completion_length of {completion}")
 
 
 def _load_model(config: RunConfig) -> LLM:

@@ -184,6 +184,35 @@ def test_a_prompt_that_is_too_long_is_named_by_its_row_or_left_out(
         evaluate(replace(config, task=TaskConfig(max_prompt_length=2)))
     with pytest.raises(InputError, match="config is of type str; it must be a RunConfig"):
         evaluate("rows.jsonl")  # type: ignore[arg-type]
+    config = replace(left_out, sampling=SamplingConfig(max_completion_length=99999))
+    with pytest.raises(
+        InputError, match="^sampling.max_completion_length is 99999; the model's context of [0-9]+ must"
+    ):
+        evaluate(config)
+
+
+def test_a_first_turn_must_fit_unless_the_environment_begins_otherwise(
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = json.loads((Path(str(config.model)) / "config.json").read_text())["max_position_embeddings"]
+    sizes = context - 5, context - 6  # with 6 new tokens the first is too long
+    (rows := tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in sizes))
+    (tmp_path / "ends.py").write_text(
+        "from lockstep.environments import End, Environment\n\n\nclass Ends(Environment):\n"
+        "    def step(self, turn):\n        return End(1.0)\n\n\nclass Own(Ends):\n"
+        "    def start(self, row, seed):\n        return 'say 1'\n"
+    )
+    task = replace(config.task, data=str(rows), validation_data=str(rows), reward=(), filter_overlong_prompts=True)
+
+    def play(environment: str, **changed: object) -> dict:
+        kind = f"{tmp_path / 'ends.py'}:{environment}"
+        return evaluate(replace(config, task=replace(task, environment=kind, max_turns=2, **changed)))
+
+    assert play("Ends")["prompts"] == 1 and f"long.jsonl line 1 ({sizes[0]} tokens)" in caplog.text
+    with pytest.raises(InputError, match=rf"more than {sizes[1]} tokens .*long.jsonl line 1 .*shorten them, or leave"):
+        play("Ends", filter_overlong_prompts=False)
+    assert play("Own", filter_overlong_prompts=False)["prompts"] == 2
+    assert play("Own")["prompts"] == 1
 
 
 def test_a_task_without_problems(config: RunConfig) -> None:
