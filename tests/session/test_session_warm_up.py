@@ -343,7 +343,7 @@ def test_a_process_that_ends_while_files_are_read_ahead_says_nothing_of_it() -> 
                 time.sleep(0.001)
                 yield pathlib.Path(), []
 
-        read_ahead.tracer_sources = without_end
+        read_ahead.tracer_sources, read_ahead._read = without_end, lambda *_: time.sleep(0.1)
         read_ahead.read_tracer_ahead()
         time.sleep(0.1)
     """
