@@ -138,15 +138,16 @@ class GraphBuilder:
         a process, and names process groups, which each process resolves to its own. `InputError`: the processes do not
         ask for the same graph."""
 
+        constants = {f"constant {name}": value for name, value in flatten(request.constants or {}).items()}
+
         def about() -> dict[str, Any]:
-            return {"level": level, "origin": origin(), **request.everywhere}
+            return {"level": level, "origin": origin(), **request.everywhere, **constants}
 
         self.peers.require_same(f"the graph {request.title}", about)
         if any(self.peers.gather(is_modified())):  # then stored graphs may differ from what some process runs
             stored = None
             self.prebuilt.clear()
-        about_body = body_name(request.body), request.everywhere, flatten(request.constants or {})
-        place = request.title, str(about_body), level
+        place = request.title, str((body_name(request.body), request.everywhere, constants)), level
         if self.own_part is not None and place in self.own_part:
             return self.own_part[place][0]
         if place in self.prebuilt:

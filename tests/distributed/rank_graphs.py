@@ -67,19 +67,22 @@ def flattened(value: Any) -> list[Any]:
 
 @check
 def a_graph_of_other_statics(world: World) -> Any:
-    """What each rank is told where they ask for graphs of one program with different statics."""
+    """What each rank is told where they ask for graphs of one program with different statics, or constants."""
     recorder = FakeRecorder() if DEVICE.type == "cpu" else None
     runtime = Runtime(CompileConfig("step"), DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
     scaled = runtime.program("scaled", lambda inputs, by: {"y": inputs.user["x"] * by}, Inputs())
+    constants = {"shift": world.rank + 1}
+    shifted = runtime.program("shifted", lambda inputs: {"y": inputs.user["x"] + 1}, Inputs(), constants=constants)
     x = torch.ones(2, device=DEVICE)
     same = scaled({"x": x}, by=2)["y"].tolist()
-    try:
-        scaled({"x": x}, by=3 + world.rank)
-        message = ""
-    except LockstepError as error:
-        message = str(error)
+    messages = []
+    for call in (lambda: scaled({"x": x}, by=3 + world.rank), lambda: shifted({"x": x})):
+        try:
+            call()
+        except LockstepError as error:
+            messages.append(str(error))
     runtime.close()
-    return on_all(world, (same, message))
+    return on_all(world, (same, *messages))
 
 
 @check

@@ -117,13 +117,14 @@ def test_two_ranks_name_the_kernels_of_what_each_has_made(found: dict[str, Any])
     assert listed == [[]] and rest == [[[], [*others]], products] and products == [len(named)]
 
 
-def test_ranks_that_ask_for_a_graph_with_other_statics_are_refused(found: dict[str, Any]) -> None:
+def test_ranks_that_ask_for_a_graph_with_other_statics_or_constants_are_refused(found: dict[str, Any]) -> None:
     """The others would have taken the first one's."""
-    for same, message in found["a_graph_of_other_statics"]:
+    for same, statics, constants in found["a_graph_of_other_statics"]:
         assert same == [2.0, 2.0]
-        assert message.startswith(
+        assert statics.startswith(
             "rank 1 exchanges the graph scaled(by=4) while rank 0 exchanges the graph scaled(by=3)"
         )
+        assert constants.startswith("the graph shifted(): constant shift is 2 on rank 1 and 1 on rank 0;")
 
 
 def test_a_rank_that_asks_for_what_others_do_not_is_named_on_all(found: dict[str, Any]) -> None:
