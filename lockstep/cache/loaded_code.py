@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -23,12 +23,13 @@ SUFFIXES = (".py", ".c", ".h", ".json")
 IMPORTED_NS = time.time_ns()  # since the epoch; the package imports this before the rest
 _NAME = __package__.partition(".")[0]
 _CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*$")
-# What wraps functions in a class, and the attributes that hold them.
+# What wraps functions, and the attributes that hold them.
 _WRAPPERS: dict[type, tuple[str, ...]] = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget", "fset", "fdel"),
     cached_property: ("func",),
+    type(cache(len)): ("__wrapped__",),
 }
 _PLAIN = bool, int, float, str, tuple, type(None)
 _HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
@@ -116,11 +117,10 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _code(value: Any) -> Any:
-    if names := _WRAPPERS.get(type(value)):
-        return [_code(getattr(value, name)) for name in names]
-    if not isinstance(value, FunctionType):
-        return None
-    return value.__code__, value.__defaults__, dict(value.__kwdefaults__ or {})
+    if isinstance(value, FunctionType):
+        return value.__code__, value.__defaults__, dict(value.__kwdefaults__ or {})
+    names = next((names for kind, names in _WRAPPERS.items() if isinstance(value, kind)), ())
+    return [_code(getattr(value, name)) for name in names] or None
 
 
 def files() -> list[Path]:

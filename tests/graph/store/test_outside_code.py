@@ -33,6 +33,7 @@ from lockstep.models.blocks.weights import WeightFactory
 from lockstep.models.families import FAMILIES
 from lockstep.models.families.qwen3 import QKNormLayer
 from lockstep.ops import rope
+from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.operator import like, operator
 from lockstep.session.text.policy import Policy
@@ -185,6 +186,7 @@ def test_an_entry_of_a_table_and_a_functions_own_code_are_seen(monkeypatch: pyte
         "Layout.of": vars(Layout)["of"].__func__,
         "Layout.size": vars(Layout)["size"].fget,
         "Policy.tool_format": vars(Policy)["tool_format"].func,
+        "reference._page_offsets": attention_reference._page_offsets.__wrapped__,
     }
     for name, function in wrapped_functions.items():
         with monkeypatch.context() as patch:
