@@ -151,10 +151,11 @@ def evaluate(
         progress: where to report progress, for example `sys.stderr`.
 
     Returns a dict: `reward/mean` and `pass@K`, each with its 95 % interval under `.../ci95`, the mean of each reward
-    function, lengths, and `per_problem` counts, each with the problem's number. A problem with a completion whose
-    `pass_reward` is None does not count for pass@k and has `passed` None; `pass_unknown` lists each k for which no
-    problem has k scored completions. Under `torchrun` all processes call this with the same arguments; problems are
-    dealt to groups of `config.parallel.generator_tp` processes, and each process returns the result for all problems.
+    function, lengths, and `per_problem` counts, each with the problem's number, from 0 and without rows that
+    `config.task.filter_overlong_prompts` left out. A problem with a completion whose `pass_reward` is None does not
+    count for pass@k and has `passed` None; `pass_unknown` lists each k for which no problem has k scored completions.
+    Under `torchrun` all processes call this with the same arguments; problems are dealt to groups of
+    `config.parallel.generator_tp` processes, and each process returns the result for all problems.
 
     Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
     if a log-probability is not finite.
