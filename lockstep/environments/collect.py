@@ -118,11 +118,8 @@ class Collector:
         requests = [self._request(*item, domain, step, where) for item in problems]
         is_single_turn = self.limits.turns == 1 and self.environment.plays is None
         total_samples = len(problems) * sampling.n if is_single_turn else None
-        scoring = Scoring(
-            f"{where}, groups {requests[0].group} to {requests[-1].group}",
-            step=step if domain == TRAIN_DOMAIN else 0,
-            tell=self.timings.report_progress,
-        )
+        scored_step = step if domain == TRAIN_DOMAIN else 0
+        scoring = Scoring(where, step=scored_step, tell=self.timings.report_progress)
         on_group_end = None
         if self.rewards.in_workers:
             problems_by_group = {request.group: request.problem for request in requests}

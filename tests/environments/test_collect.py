@@ -153,7 +153,7 @@ def test_a_failing_reward_names_the_step_the_groups_and_the_row() -> None:
 def test_validation_is_called_that() -> None:
     generate = Answering(["a", "b"])
     problems = [(0, Problem("p"))]
-    with pytest.raises(InputError, match="of the 2 completions of validation, groups 0 to 0"):
+    with pytest.raises(InputError, match="of the 2 completions of validation, group 0"):
         Collector(tokens(encode), generate, constant(float("nan")), 7).collect(problems, SAMPLING, VALIDATION_DOMAIN, 0)
     with pytest.raises(InputError, match="^validation group 0: the prompt has no tokens"):
         Collector(tokens(encode), generate, constant(0.0), 7).collect(

@@ -114,7 +114,8 @@ def test_a_failing_call_costs_its_own_group_only(source: Path, workers: RewardWo
     spec = f"{source}:fragile"
     scores = score(load_rewards([spec], on_error="skip", workers=workers), texts)
     assert scores.totals == [1.0, 1.0, None, None, 1.0, 1.0] and scores.errors == {"fragile": 2}
-    with pytest.raises(InputError, match=f"reward fragile {reason} .for the 2 completions of step 3, rows line 1."):
+    message = f"reward fragile {reason} .for the 2 completions of step 3, group 1, rows line 1."
+    with pytest.raises(InputError, match=message):
         score(load_rewards([spec], workers=workers), texts)
 
 

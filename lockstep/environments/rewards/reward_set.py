@@ -93,7 +93,8 @@ class Scoring(NamedTuple):
     """What is known about completions besides the functions' arguments.
 
     Attributes:
-        where: where they are from, in messages, for example "step 3". origins: the data row of each, in messages.
+        where: where they are from, in messages, for example "step 3"; the groups are named after it. origins: the data
+            row of each, in messages.
         groups: equal for the completions of a prompt, which are adjacent; workers are called per group.
         step: `trainer_state.global_step`.
         environments: for functions with an argument `environments`, one per completion.
@@ -237,7 +238,7 @@ class RewardSet:
         return [
             _Batch(
                 {name: values[start:end] for name, values in arguments.items()},
-                f"{end - start} completions" + (f" of {scoring.where}" if scoring.where else ""),
+                f"{end - start} completions" + _place(scoring.where, groups[start:end]),
                 origins[start:end],
                 groups[start] if self._workers is not None and groups else None,
             )
@@ -302,6 +303,14 @@ class RewardSet:
     def _total(self, row: dict[str, float | None]) -> float | None:
         terms = [r.weight * value for r in self.rewards if (value := row[r.name]) is not None]
         return sum(terms) if terms else None
+
+
+def _place(where: str, groups: Sequence[int]) -> str:
+    """Words for where completions are from: the step, and the first and last of their groups."""
+    if not where or not groups:
+        return where and f" of {where}"
+    first, last = groups[0], groups[-1]
+    return f" of {where}, " + (f"group {first}" if first == last else f"groups {first} to {last}")
 
 
 def _rows(origins: Sequence[str]) -> str:
