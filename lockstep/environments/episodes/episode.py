@@ -92,18 +92,20 @@ class Episode:
 @dataclass
 class Failures:
     """Counts environments that fail in a row; more than `allowed` end the run. `first` is the first of them; `messages`
-    are those since the last `take_messages`."""
+    are those since the last `take_messages`. A traceback that equals the one before is not logged again."""
 
     allowed: int = MAX_FAILURES_IN_A_ROW - 1
     in_a_row: int = 0
     first: Failure | None = None
     messages: list[str] = field(default_factory=list)
+    logged_traceback: str = ""
 
     def add(self, where: str, failure: Failure) -> None:
         """Count and log a failure. `LockstepError`, with the first one's traceback as a note: there were too many."""
         message = f"{where}: its environment failed: {failure.reason}"
         self.messages.append(f"{failure.traceback}{message}")
-        _log.warning("%s", self.messages[-1])
+        _log.warning("%s", message if failure.traceback == self.logged_traceback else self.messages[-1])
+        self.logged_traceback = failure.traceback or self.logged_traceback
         if not self.in_a_row or self.first is None:
             self.first = failure
         self.in_a_row += 1
