@@ -34,7 +34,7 @@ def load_function(spec: str, what: str, other_forms: str = "", kind: str = "func
     function = load_object(spec, what, other_forms, kind)
     source, _, name = spec.rpartition(":")
     if not callable(function):
-        raise InputError(f"{what}: {source} has no {kind} {name!r}")
+        raise InputError(f"{what}: {source} has no {kind.lower()} {name!r}")
     try:
         inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -65,7 +65,7 @@ def load_object(spec: str, what: str, other_forms: str = "", kind: str = "functi
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
         question = did_you_mean(name, public, cutoff=0.6)
-        raise InputError(f"{what}: {source} has no {kind} {name!r}{question and f'; {question}'}")
+        raise InputError(f"{what}: {source} has no {kind.lower()} {name!r}{question and f'; {question}'}")
     return getattr(module, name)
 
 

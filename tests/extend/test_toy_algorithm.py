@@ -208,7 +208,7 @@ class OutOfRange(Short):
         ("Choosing", r"raised TypeError: .*__bool__\): torch.where.* in place of `if`.* \(wrong.py, line 30\)"),
         ("Reading", r"raised TypeError: .*Python's \(item\).* \(wrong.py, line 35\)"),
         ("function", "must be a class, a subclass of lockstep.algorithms.Algorithm"),
-        ("Missing", "has no Class 'Missing'"),
+        ("Missing", "has no class 'Missing'"),
     ],
 )
 def test_what_is_wrong_with_one_is_said_at_once(tmp_path: Path, name: str, message: str) -> None:
