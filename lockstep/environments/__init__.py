@@ -6,7 +6,6 @@ Modules that need torch are imported lazily: processes that only score do withou
 from __future__ import annotations
 
 import importlib
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from ..config import TaskConfig
 from ..errors import InputError, refuse
 from .base import Problem, PromptLimit, Task
 from .data.dataset import DatasetTask, hold_out
-from .data.rows import Problems, RowFormat, checked_messages, read_problems
+from .data.rows import Problems, RowFormat, checked_messages, log_notice, read_problems, without_notices
 from .data.sources import has_splits
 from .rewards.loading import load_rewards
 from .rewards.reward_set import Reward, RewardSet
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from .loading import make_environment
     from .worked_examples import worked_trajectories
 
-_log = logging.getLogger("lockstep.environments")
 _WITH_TORCH = {
     "collect": {"Collector"},
     "environment": {"Branch", "End", "Environment", "Next", "Turn"},
@@ -101,11 +99,13 @@ def _read(config: TaskConfig, rewards: RewardSet) -> tuple[Problems, Problems | 
         problems, validation = hold_out(problems, config.validation_prompts)
     else:
         split = config.validation_split or config.split
-        rows = read_problems(held_out, replace(config, split=split), check, "task.validation_data")
+        same = (held_out, split) == (config.data, config.split)  # as in an evaluation
+        data = replace(config, split=split)
+        rows = problems if same else read_problems(held_out, data, check, "task.validation_data")
         validation = rows[: config.validation_prompts]
-        if len(rows) > len(validation) and (held_out, split) != (config.data, config.split):  # as in an evaluation
+        if len(rows) > len(validation) and not same:
             message = "%s has %d rows; the first %d are validated on, as task.validation_prompts says"
-            _log.warning(message, rows.label, len(rows), len(validation))
+            log_notice(message, rows.label, len(rows), len(validation))
     if config.chat_template_kwargs and not chats:
         raise InputError(
             "task.chat_template_kwargs has no effect on text prompts, which go without a template; remove it, or make "

@@ -88,6 +88,24 @@ def test_validation_data_leaves_all_rows_to_training(tmp_path: Path, caplog: pyt
     assert set(caplog.messages) == {said}
 
 
+def test_data_that_is_also_validated_on_is_read_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = dataclasses.replace(CONFIG, name="dataset", validation_data=str(SAMPLE), reward=("gsm8k",))
+    task = make_task(config, 5)
+    assert [problem.origin for problem in task.validation_problems()] == [f"{SAMPLE} line {n}" for n in range(1, 11)]
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"task.data {SAMPLE} has question and answer")
+    assert task.rows == len(ROWS)
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", 1), ("1", 0)])
+def test_the_first_process_alone_speaks_of_the_data(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: str, said: int
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    make_task(dataclasses.replace(CONFIG, name="dataset", reward=("gsm8k",)), 5)
+    assert len(caplog.messages) == said
+
+
 def test_a_split_is_validated_on(tmp_path: Path) -> None:
     tables = {"train": datasets.Dataset.from_list(ROWS[:20]), "test": datasets.Dataset.from_list(ROWS[30:33])}
     datasets.DatasetDict(tables).save_to_disk(tmp_path / "splits")

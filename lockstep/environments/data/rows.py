@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from ...config import TaskConfig
 from ...errors import InputError, PromptTooLong, did_you_mean, refuse
+from ...machine import torchrun_launch
 from ...user_functions import is_unicode
 from ..base import Encode, Problem, Prompt, PromptLimit, RowSource
 from ..rewards.calls import RESERVED_NAMES
@@ -21,7 +23,7 @@ USUAL_PROMPT_COLUMNS = ("messages", "conversation", "question", "problem", "inst
 GSM8K_INSTRUCTION = "Reason step by step. End with the final number alone after ####, like this: #### 42"
 
 ROLES = "system", "developer", "user", "assistant", "tool", "function"  # templates may know others
-_log = logging.getLogger("lockstep.environments")
+_log = logging.getLogger("lockstep.environments.data")
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,24 @@ class Problems(Sequence[Problem]):
         )
         refuse(not leave_out, f"{message}; shorten them, or leave them out with task.filter_overlong_prompts")
         refuse(not kept, f"{message}; none is left")
-        _log.warning("left out %s", message)
+        log_notice("left out %s", message)
         return Problems(self._source, self._form, self.columns, kept, self.label)
+
+
+def log_notice(message: str, *arguments: object) -> None:
+    """Log something about the data, which every process reads: the first process says it for all."""
+    if torchrun_launch().rank == 0:
+        _log.warning(message, *arguments)
+
+
+@contextmanager
+def without_notices() -> Iterator[None]:
+    """Within, nothing is logged about the data: it is read again later, and said then."""
+    before, _log.disabled = _log.disabled, True
+    try:
+        yield
+    finally:
+        _log.disabled = before
 
 
 def read_problems(
@@ -131,7 +149,7 @@ def read_problems(
         check(problem)
         columns |= dict.fromkeys(problem.columns)
     if first_asks and config.name != "gsm8k":
-        _log.warning("%s %s has question and answer, which are asked as in GSM8K: %r", field, data, GSM8K_INSTRUCTION)
+        log_notice("%s %s has question and answer, which are asked as in GSM8K: %r", field, data, GSM8K_INSTRUCTION)
     return Problems(source, form, tuple(columns), range(len(source)), f"{field} {data}")
 
 

@@ -12,6 +12,7 @@ import torch
 from ...config import RunConfig
 from ...distributed import World, join_generator_groups
 from ...distributed.mesh import Axis, Mesh
+from ...environments import without_notices
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
 from ...models.checks import is_divisible
@@ -64,7 +65,8 @@ def choose_generator_tp(config: RunConfig, world: World) -> tuple[RunConfig, Wor
         return config, world, None
     device = resolve_device(config.device)
     memory = min(world.gather(available_memory(device, world)))
-    w = world.run_on_all(lambda: planned_workload(config, world.size, device))
+    with without_notices():
+        w = world.run_on_all(lambda: planned_workload(config, world.size, device))
     if config.parallel.generator_tp == 1:
         return *_smallest_fitting_groups(w, world, memory), None
     # ZeRO stage 2 needs whole weights.
