@@ -270,7 +270,7 @@ def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, caplog: pytes
         (n, f"{data} line {line}") for n, line in ((3, 1), (10, 3), (1, 5))
     ]
     assert [p.columns["n"] for p in kept[1:]] == [10, 1]
-    assert "left out 3 of 6 training prompts" in caplog.text
+    assert "left out: 3 of 6 training prompts" in caplog.text
     with pytest.raises(InputError, match="6 of 6 training prompts .*; none is left"):
         read_problems(data).filter_overlong(encode, PromptLimit(0, "a test"), leave_out=True)
 

@@ -173,7 +173,7 @@ def test_a_prompt_that_is_too_long_is_named_by_its_row_or_left_out(
     with pytest.raises(InputError, match=rf"1 of 3 validation .* \({reason}\): .*long.jsonl line 2 \(5000 to"):
         evaluate(config)
     left_out = replace(config, task=replace(config.task, filter_overlong_prompts=True))
-    assert evaluate(left_out)["prompts"] == 2 and "left out 1 of 3 validation prompts" in caplog.text
+    assert evaluate(left_out)["prompts"] == 2 and "left out: 1 of 3 validation prompts" in caplog.text
     caplog.clear()
     assert evaluate(replace(left_out, task=replace(left_out.task, max_prompt_length=3)))["prompts"] == 1
     assert "2 of 3 validation prompts" in caplog.text and "task.max_prompt_length" in caplog.text

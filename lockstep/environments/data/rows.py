@@ -107,7 +107,7 @@ class Problems(Sequence[Problem]):
         )
         refuse(not leave_out, f"{message}; shorten them, or leave them out with task.filter_overlong_prompts")
         refuse(not kept, f"{message}; none is left")
-        log_notice("left out %s", message)
+        log_notice("left out: %s", message)
         return Problems(self._source, self._form, self.columns, kept, self.label)
 
 
