@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import uuid
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from ..config import MetricsConfig
 from ..errors import InputError, LockstepError
 from ..user_functions import failing_line, load_function, one_line
 from .metrics import METRICS_FILE
+
+_log = logging.getLogger("lockstep")
 
 
 class Trackers:
@@ -56,7 +58,7 @@ class Trackers:
                 said = str(error)
                 if isinstance(tracker, UserTracker):
                     said = f"{type(error).__name__}: {one_line(error)}{failing_line(error)}"
-                warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {said}", stacklevel=3)
+                _log.warning("metrics.trackers: %s failed and is off from here on: %s", name, said)
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
