@@ -70,12 +70,22 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
     single-turn task; else on the run's validation problems (of data, `task.validation_data` or the rows held out)."""
     model, task, limit = shlex.quote(str(run_dir / "model")), config.task, config.sampling.max_completion_length
     stop = f" {shlex.join(['--stop', *config.sampling.stop])}" if config.sampling.stop else ""
+    if config.attention_mask is not None:
+        model += f" {shlex.join(['--attention', config.attention, '--attention-mask', config.attention_mask])}"
     if isinstance(prompt, str) and len(prompt) <= _MAX_PROMPT_CHARS and prompt.isprintable() and task.turns == 1:
         asked = f"--prompt {shlex.quote(prompt)} --max-completion-length {limit}{stop}"
         return f"lockstep generate --model {model} {asked}"
     if _is_unrewarded(config) or task.filter_overlong_prompts:  # an evaluation may have other limits
-        return f"lockstep chat --model {model}"
+        return f"lockstep chat --model {model}{_chat_flags(task)}"
     return f"lockstep eval --model {model} {shlex.join(_evaluation_flags(config))}{stop}"
+
+
+def _chat_flags(task: TaskConfig) -> str:
+    """The flags with which `lockstep chat` has the run's system prompt and variables of the chat template."""
+    flags = [] if task.system_prompt is None else ["--system-prompt", task.system_prompt]
+    if task.chat_template_kwargs:
+        flags += ["--chat-template-kwargs", *task.chat_template_kwargs]
+    return f" {shlex.join(flags)}" if flags else ""
 
 
 def _evaluation_flags(config: RunConfig) -> list[str]:

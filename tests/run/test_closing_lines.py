@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.flags import Eval
+from lockstep.cli.flags import Eval, Generate
 from lockstep.cli.resolve import parse
 from lockstep.config import EVALUATION_FIELDS, RunConfig, SamplingConfig, TaskConfig
 from lockstep.config.recipes import RECIPES
@@ -77,6 +77,14 @@ def test_the_next_command_tries_the_model() -> None:
         )
     for other in (replace(rows, reward=()), replace(rows, filter_overlong_prompts=True)):
         assert closing_lines.next_command(RunConfig(task=other), Path("r"), None) == "lockstep chat --model r/model"
+    told = replace(rows, reward=(), system_prompt="Be brief.", chat_template_kwargs=("enable_thinking=false",))
+    assert closing_lines.next_command(RunConfig(task=told), Path("r"), None) == (
+        "lockstep chat --model r/model --system-prompt 'Be brief.' --chat-template-kwargs enable_thinking=false"
+    )
+    masked = RunConfig(task=rows, attention="flex", attention_mask="my masks.py:near")
+    for prompt, kind in (("12 34=", Generate), (None, Eval)):
+        flags = parse(shlex.split(closing_lines.next_command(masked, Path("r"), prompt))[1:])
+        assert isinstance(flags, kind) and (flags.attention, flags.attention_mask) == ("flex", "my masks.py:near")
     full = replace(CONFIG, task=TaskConfig(), sampling=SamplingConfig())
     assert closing_lines.next_command(full, Path("r"), "x" * 61) == (
         "lockstep eval --model r/model --task sum-digits --no-easy"
