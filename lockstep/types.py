@@ -90,7 +90,7 @@ class Segment:
     begins_branch: bool = False
 
 
-@dataclass
+@dataclass(repr=False)
 class Trajectory:
     """The given and sampled segments of one sample, in order, with its rewards, advantage and loss weight.
 
@@ -121,6 +121,11 @@ class Trajectory:
     extra: dict[str, Any] = field(default_factory=dict)
     environment: str = ""
     part_offset: int | None = None
+
+    def __repr__(self) -> str:
+        """What was sampled, without the values of each token, of which there are many."""
+        sampled = f"text={self.text!r}, token_ids={self.token_ids}, finish_reason={self.finish_reason!r}"
+        return f"{type(self).__name__}(name={self.name!r}, {sampled})"
 
     @property
     def prompt(self) -> Segment:

@@ -319,6 +319,12 @@ def test_what_is_no_trajectory_is_refused():
         one_batch([RolloutGroup([Trajectory([prompt, prompt])], WARM)])
 
 
+def test_it_is_shown_by_what_was_sampled() -> None:
+    segments = [Segment([1, 2]), Segment([3], True, [-1.0], [-1.0], text="a"), Segment([4]), Segment([5, 6], True)]
+    shown = repr(Trajectory(segments, "length", name="group 0 sample 1"))
+    assert shown == "Trajectory(name='group 0 sample 1', text='a', token_ids=[3, 5, 6], finish_reason='length')"
+
+
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_no_batch_is_larger_than_allowed_whatever_follows_what(share_prefix: bool) -> None:
     """Branches that nothing was sampled in, and turns without a token, among them."""
