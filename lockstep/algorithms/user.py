@@ -127,6 +127,8 @@ def _loss_problem(algorithm: Algorithm) -> str:
     for name, found, dtype in (("loss", loss_C, torch.float32), ("clipped", clipped_C, torch.bool)):
         if not isinstance(found, torch.Tensor) or found.shape != (rows,) or found.dtype != dtype:
             return f"its {name} is {_described(found)}; it must be {dtype}, one a token ([{rows}] here)"
+    if not _ignores_padding(algorithm, values, loss_C):
+        return "its loss of a token depends on padding; use values.sequence_mean or values.sequence_sum over tokens"
     logprob_grad_C, value_grad_C = None, None
     if loss_C.requires_grad:
         logprob_grad_C, value_grad_C = torch.autograd.grad(loss_C.sum(), (logprob_C, value_C), allow_unused=True)
@@ -135,6 +137,14 @@ def _loss_problem(algorithm: Algorithm) -> str:
     if algorithm.has_critic and value_grad_C is None:
         return "it has a critic, and its loss has no gradient by the critic's values"
     return "" if logprob_grad_C.isfinite().all() else "its gradient by a log-prob is not finite"
+
+
+def _ignores_padding(algorithm: Algorithm, values: TokenValues, loss_C: torch.Tensor) -> bool:
+    """Whether the losses of the trial's tokens stay the same if the log-probs of padding are others."""
+    other_C = values.logprob_C.detach().clone()
+    other_C[-_PADDING:] -= 8.0  # below all others, where they were the largest
+    other_loss_C, _ = algorithm.corrected_loss(values._replace(logprob_C=other_C, model_logprob_C=other_C))
+    return torch.allclose(loss_C[:-_PADDING].detach(), other_loss_C[:-_PADDING].detach(), equal_nan=True)
 
 
 def _trial_values(algorithm: Algorithm, logprob_C: torch.Tensor, value_C: torch.Tensor) -> TokenValues:

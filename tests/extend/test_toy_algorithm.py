@@ -167,6 +167,15 @@ class Alone(Short):
 class OutOfRange(Short):
     def estimate(self, config, rewards, values):
         return values[0][5], values
+
+class Centred(Algorithm):
+    def loss(self, values):
+        return -values.advantage_C * (values.logprob_C - values.logprob_C.mean()), values.logprob_C > 0
+
+class Drifting(Algorithm):
+    def loss(self, values):
+        drift = (values.logprob_C - values.old_logprob_C).detach().abs().max()
+        return -values.advantage_C * values.logprob_C / (1 + drift), values.logprob_C > 0
 """
 
 
@@ -198,6 +207,8 @@ class OutOfRange(Short):
             r"estimate returns \[\[0.5, 0.5, 0.5\], \[0.5\]\]; it must return two",
         ),
         ("OutOfRange", "raised IndexError: list index out of range"),
+        ("Centred", "its loss of a token depends on padding; use values.sequence_mean or values.sequence_sum"),
+        ("Drifting", "its loss of a token depends on padding"),
         (
             "Broken",
             r"raised AttributeError: 'TokenValues' object has no attribute 'nothing' \(wrong.py, line 18\); "
