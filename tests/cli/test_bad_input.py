@@ -231,7 +231,7 @@ def test_a_reward(place: Path, capsys: pytest.CaptureFixture[str], reward: str, 
 def test_a_reward_that_dies_does_not_end_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rewards = ["--reward", "r.py:spread", "r.py:die", "--task.reward-workers", "1"]
     message = refused([*DATA, *rewards], capsys)
-    assert "reward die ended its process (exit code 9) (for the 1 completions of validation" in message
+    assert "reward die ended its process (exit code 9) (for the 1 completion of validation" in message
     assert "good.jsonl line 7)" in message
     assert main([*DATA, *rewards, "--task.reward-on-error", "zero", "--run-dir", "run"]) == 0
     (step,) = map(json.loads, (place / "run" / "metrics.jsonl").read_text().splitlines())

@@ -110,12 +110,22 @@ class Scoring(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The completions of one call: `arguments` by name, words for messages, and `group`, if they are of one prompt."""
+    """The completions of one call: `arguments` by name, and for messages the step, the groups and the data rows.
+    `group`: theirs, if they are of one prompt."""
 
     arguments: Arguments
     where: str
+    groups: Sequence[int]
     origins: Sequence[str]
     group: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{len(self.origins)} completion{'s' * (len(self.origins) != 1)}"
+        if not self.where:
+            return text
+        ends = list(dict.fromkeys([*self.groups[:1], *self.groups[-1:]]))
+        named = f", group{'s' * (len(ends) > 1)} {' to '.join(map(str, ends))}" if ends else ""
+        return f"{text} of {self.where}{named}"
 
 
 class RewardSet:
@@ -238,7 +248,8 @@ class RewardSet:
         return [
             _Batch(
                 {name: values[start:end] for name, values in arguments.items()},
-                f"{end - start} completions" + _place(scoring.where, groups[start:end]),
+                scoring.where,
+                groups[start:end],
                 origins[start:end],
                 groups[start] if self._workers is not None and groups else None,
             )
@@ -284,7 +295,7 @@ class RewardSet:
         """The call's values, with `on_error` applied to the failures among them."""
         count = len(batch.origins)
         if isinstance(outcome, Failed):
-            first, what = outcome, f"the {batch.where}{_rows(batch.origins)}"
+            first, what = outcome, f"the {batch}{_rows(batch.origins)}"
             outcome = [outcome] * count
         else:
             failures = [(index, value) for index, value in enumerate(outcome) if isinstance(value, Failed)]
@@ -292,7 +303,7 @@ class RewardSet:
                 return outcome
             index, first = failures[0]
             origin = f" ({batch.origins[index]})" if batch.origins[index] else ""
-            what = f"completion {index} of the {batch.where}{origin}"
+            what = f"completion {index} of the {batch}{origin}"
         message = f"reward {reward.name} {first.reason} (for {what})"
         refuse(self._on_error == "raise" or first.fatal, message)
         if reward.name not in errors:  # the first of a batch; `errors` counts them all
@@ -303,14 +314,6 @@ class RewardSet:
     def _total(self, row: dict[str, float | None]) -> float | None:
         terms = [r.weight * value for r in self.rewards if (value := row[r.name]) is not None]
         return sum(terms) if terms else None
-
-
-def _place(where: str, groups: Sequence[int]) -> str:
-    """Words for where completions are from: the step, and the first and last of their groups."""
-    if not where or not groups:
-        return where and f" of {where}"
-    first, last = groups[0], groups[-1]
-    return f" of {where}, " + (f"group {first}" if first == last else f"groups {first} to {last}")
 
 
 def _rows(origins: Sequence[str]) -> str:
