@@ -257,10 +257,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--shard", default="1/1", help=argparse.SUPPRESS)
     parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
-    on_one = "--ranks-share-gpu"
-    parser.add_argument(
-        on_one, action="store_true", help="ranks of tests of several GPUs share the first; NCCL 2.30 on"
-    )
+    shared = "--ranks-share-gpu"
+    parser.add_argument(shared, action="store_true", help="ranks of tests of several GPUs share those that there are")
     args = parser.parse_args()
     if args.list:
         return list_tests(args.files)
@@ -277,7 +275,7 @@ def main() -> int:
     saved = Saved(args.json, known, args.shard, **({"where": WHERE} if args.ranks_share_gpu else {}))
     began = time.perf_counter()
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", args.k, "-m", args.m]
-    code = pytest.main([*options, *([on_one] if args.ranks_share_gpu else []), *map(str, files)], plugins=[saved])
+    code = pytest.main([*options, *([shared] if args.ranks_share_gpu else []), *map(str, files)], plugins=[saved])
     saved.figures["seconds"] = time.perf_counter() - began
     save("gpu_tests", {**saved.figures, "complete": True}, args.json)
     return int(code)

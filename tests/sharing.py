@@ -1,22 +1,32 @@
-"""Several ranks on one GPU, where there are not as many: what they compute is as it would be on several, and tells
-nothing of a second GPU, of time, or of how words travel between two.
+"""More ranks than GPUs, a few on each: what they compute is as it would be on as many, and tells nothing of their
+memory, of time, or of how words travel between them.
 
-The GPU runs their kernels in turns of some milliseconds, and a kernel that waits for another rank's takes all of its
+A GPU runs its ranks' kernels in turns of some milliseconds, and a kernel that waits for another rank's takes all of its
 own: counts are kept small.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 
-CHANNELS = 16  # of NCCL, a thread block each, that all of them have together
+CHANNELS = 16  # of NCCL, a thread block each, that the ranks of a GPU have together
 KV_CACHE_TOKENS = 1 << 16  # of each process that would plan it from memory which the others take too
-WHERE = "ranks share one GPU"  # what results of such ranks say of where they are from
+WHERE = "ranks share GPUs"  # what results of such ranks say of where they are from
 
 
-def on_one_gpu(ranks: int) -> dict[str, str]:
-    """Variables with which so many ranks have the first GPU each (`machine.restrict_to_local_gpu`), and NCCL (2.30 on)
-    lets them."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    few = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": str(max(1, CHANNELS // ranks))}
-    return {"CUDA_VISIBLE_DEVICES": ",".join([first] * ranks), **few}
+def on_shared_gpus(ranks: int, gpus: int) -> dict[str, str]:
+    """Variables with which so many ranks have a GPU each in turn (`machine.restrict_to_local_gpu`), of those that there
+    are."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(gpu) for gpu in range(gpus)]
+    own = [visible[rank % len(visible)] for rank in range(ranks)]
+    few = {"NCCL_MAX_CTAS": str(max(1, CHANNELS * len(visible) // ranks)), "NCCL_IB_DISABLE": "1"}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own), **few}
+
+
+def as_rank(command: Sequence[str]) -> list[str]:
+    """What torchrun starts for a rank that shares its GPU, in place of Python with the words of a `command`: NCCL
+    refuses two ranks of one host on one GPU, so each is told that it has a host of its own."""
+    return ["--no-python", "sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$@"', "rank", sys.executable, *command]

@@ -7,7 +7,7 @@ the trainer's scores what each of the generator's drew, in its training graph. W
 shapes. A decode step's time is that of some tokens more, over them, behind prompts that are read before; beside it
 stands the time of reading its weights and keys and values at the bandwidth that a plain sum has here. With `--vllm`
 its decode steps on so many GPUs stand beside them: its fastest ones, which are not batch invariant, timed in the same
-way, with weights of its own.
+way, with weights of its own. Where ranks share GPUs, nothing is timed, and fewer words are drawn.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import argparse
 import gc
 import hashlib
 import json
+import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -34,6 +36,9 @@ from common import Report, bandwidth, first_layers, require_gpus, torchrun, vllm
 from lockstep.models import ModelConfig
 from lockstep.models.checks import is_divisible
 from lockstep.models.hf.config import to_hf
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from sharing import WHERE, as_rank, on_shared_gpus
 
 LIMIT_S = 570.0
 MOST_KERNELS = 16  # told of a decode step
@@ -54,6 +59,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "drawn": (4, 2, 8, 12),
         "micro_batch": 256,
         "cache_tokens": 4096,
+    },
+    "shared": {
+        "decode": [],
+        "steps": 0,
+        "drawn": (16, 8, 96, 64),
+        "micro_batch": 4096,
+        "cache_tokens": 64 * 1024,
     },
 }
 
@@ -76,10 +88,10 @@ class Bench:
     """What one process knows: the completions of each of the generator's layouts, and the figures."""
 
     def __init__(self, about: dict[str, Any], device: str) -> None:
-        self.about, self.device, self.size = about, device, SIZES[device]
+        self.about, self.device, self.size = about, device, SIZES[about["size"]]
         self.config = first_layers(about["arch"], about["layers"])
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.drawn_size = drawn_size(device, about["processes"])
+        self.drawn_size = drawn_size(about["size"], about["processes"])
         self.drawn: dict[str, list[Any]] = {}
         self.figures: dict[str, Any] = {"generator": {}, "trainer": {}, "processes": about["processes"]}
         self.source = drawn_weights(device, self.config)
@@ -114,12 +126,12 @@ class Bench:
         began = time.perf_counter()
         with self.joined(generator_tp=degree, symmetric_memory=pushed) as (world, model, runtime):
             prompts, samples, *_ = self.drawn_size
-            rows = max(prompts * samples, *(p * s for _, p, s, _ in self.size["decode"]))
+            rows = max([prompts * samples, *(p * s for _, p, s, _ in self.size["decode"])])
             config = GeneratorConfig(prefix_caching=False, max_num_seqs=rows)
             engine = Engine(SharedWeights(model), config, self.size["cache_tokens"], runtime=runtime)
-            longest = max(p + self.size["steps"] + 8 for *_, p in self.size["decode"])
+            longest = [p + self.size["steps"] + FEW for *_, p in self.size["decode"]]
             for kind in kinds(samples):
-                engine.warm_up(rows, max(longest, sum(self.drawn_size[2:])), kind)
+                engine.warm_up(rows, max([sum(self.drawn_size[2:]), *longest]), kind)
             runtime.end_warm_up()
             found: dict[str, Any] = {"ready_s": time.perf_counter() - began, "replaced": _machine(model)}
             for case in self.size["decode"]:
@@ -215,10 +227,10 @@ class Bench:
             write_json(self.figures, Path(self.about["folder"]) / "found.json")
 
 
-def drawn_size(device: str, processes: int) -> tuple[int, int, int, int]:
+def drawn_size(size: str, processes: int) -> tuple[int, int, int, int]:
     """Prompts, samples of each, tokens of a prompt and of a sample: as many prompts of each kind for every shard, as
     shards are computed alike."""
-    prompts, *others = SIZES[device]["drawn"]
+    prompts, *others = SIZES[size]["drawn"]
     return -(-prompts // processes) * processes, *others
 
 
@@ -273,27 +285,26 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generator", type=int, nargs="*", default=[1, 2], help="degrees (default: 1 2)")
     parser.add_argument("--pushed", type=int, nargs="*", default=[2] if on_gpu else [], help="degrees, words pushed")
     parser.add_argument("--trainer", type=int, nargs="*", default=[1, 2], help="degrees (default: 1 2)")
+    parser.add_argument("--ranks-share-gpu", action="store_true", help="a few on each: for their words alone")
     parser.add_argument("--vllm", type=int, nargs="*", default=[], help="its degrees (default: none)")
 
 
 def measure(given: argparse.Namespace, report: Report) -> bool:
-    require_gpus(given.device, given.processes)
+    shared = given.ranks_share_gpu and given.device == "cuda"
+    require_gpus(given.device, 1 if shared else given.processes)
     require_degrees(first_layers(given.arch, given.layers), given)
     ways = [(degree, False) for degree in given.generator] + [(degree, True) for degree in given.pushed]
     about = {key: getattr(given, key) for key in ("arch", "layers", "trainer", "processes", "repeats")}
-    about |= {"generator": ways, "bandwidth": bandwidth(given.device)}
+    about |= {"generator": ways, "bandwidth": bandwidth(given.device), "size": "shared" if shared else given.device}
     if given.device == "cuda":
         torch.cuda.empty_cache()
-    report.figures |= about
+    report.figures |= about | ({"where": WHERE} if shared else {})
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *torchrun(given.processes),
-            str(Path(__file__).parents[1] / "run.py"),
-            "degrees",
-            "--part",
-            given.device,
-        ]
-        process = subprocess.Popen([*command, json.dumps({**about, "folder": folder})], stdout=subprocess.DEVNULL)
+        part = [str(Path(__file__).parents[1] / "run.py"), "degrees", "--part", given.device]
+        part.append(json.dumps({**about, "folder": folder}))
+        where = on_shared_gpus(given.processes, torch.cuda.device_count()) if shared else {}
+        command = [*torchrun(given.processes), *(as_rank(part) if shared else part)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | where)
         _watched(process, Path(folder) / "found.json", partial(_keep, report))
     for degree in given.vllm:
         report.figures.setdefault("vllm", {})[str(degree)] = vllm_decode(given, degree)

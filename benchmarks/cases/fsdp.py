@@ -4,7 +4,7 @@ One model, one seed, several ways to arrange the collectives; all must write the
 those that share products the same as each other, and in the first step the rollouts of all.
 Each way is `lockstep train` in processes of its own (`torchrun`), with captured graphs, on CUDA graphs where there are
 GPUs. Times are medians over the steps but the first, of the slowest process; memory is that of the fullest GPU. Where
-ranks share a GPU, times and memory mean nothing.
+ranks share GPUs, times and memory mean nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cases import seed_workload
 from common import Report, ended, torchrun
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from sharing import KV_CACHE_TOKENS, WHERE, on_one_gpu
+from sharing import KV_CACHE_TOKENS, WHERE, as_rank, on_shared_gpus
 
 LIMIT_S = 600.0  # of a way
 TIMES = ("step", "generate", "forward_backward", "optim_step", "sync")
@@ -55,7 +55,9 @@ def command(name: str, folder: Path, given: argparse.Namespace) -> list[str]:
         tokens, own = 32, (*own, "--generator.kv-cache-tokens", str(KV_CACHE_TOKENS))
     size = Size(prompts, samples, tokens, given.steps)
     own += ("--parallel.batch-shards", str(given.processes), "--optimizer.learning-rate", "1e-5")
-    return training(run_dir(name, folder), given.device, given.processes if several else 1, size, *own)
+    words = training(run_dir(name, folder), given.device, given.processes if several else 1, size, *own)
+    at = words.index("-m", len(torchrun(given.processes))) if several and given.ranks_share_gpu else 0
+    return [*words[:at], *as_rank(words[at:])] if at else words
 
 
 class Size(NamedTuple):
@@ -88,7 +90,8 @@ def run_dir(name: str, folder: Path) -> Path:
 
 def run_way(name: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """One way, from its run folder."""
-    shared = on_one_gpu(given.processes) if given.ranks_share_gpu and WAYS[name][0] else {}
+    gpus = torch.cuda.device_count()
+    shared = on_shared_gpus(given.processes, gpus) if given.ranks_share_gpu and WAYS[name][0] else {}
     return trained(run_dir(name, folder), command(name, folder, given), **shared)
 
 
@@ -134,7 +137,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=2, help="GPUs, or processes of a CPU (default: 2)")
     parser.add_argument("--arch", help="default: qwen3-0.6b on GPUs, tiny on a CPU")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--ranks-share-gpu", action="store_true", help="all on the first GPU: for their words alone")
+    parser.add_argument("--ranks-share-gpu", action="store_true", help="a few on each: for their words alone")
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from sharing import on_one_gpu
+from sharing import on_shared_gpus
 
 from lockstep import machine
 from lockstep.cache import fingerprint
@@ -122,17 +122,17 @@ def test_ranks_of_another_installation_are_refused(monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_ranks_that_share_a_gpu_have_the_first_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, first in ((None, "0"), ("4,6", "4")):
+def test_ranks_that_share_gpus_have_one_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, gpus, own in ((None, 1, "000"), (None, 2, "010"), ("4,6", 2, "464")):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if given is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        shared = on_one_gpu(3)
+        shared = on_shared_gpus(3, gpus)
         for rank in range(3):
             for name, value in ({"WORLD_SIZE": "3", "RANK": str(rank), "LOCAL_RANK": str(rank)} | shared).items():
                 monkeypatch.setenv(name, value)
             machine.restrict_to_local_gpu()
-            assert os.environ["CUDA_VISIBLE_DEVICES"] == first
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == own[rank]
 
 
 @pytest.mark.parametrize(

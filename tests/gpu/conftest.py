@@ -14,12 +14,12 @@ ROWS = pytest.StashKey[list[tuple[str, int, int]]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--ranks-share-gpu", action="store_true", help="ranks of tests of several GPUs share the first one"
+        "--ranks-share-gpu", action="store_true", help="ranks of tests of several GPUs share those that there are"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpus(count): needs so many GPUs, or one that its ranks share")
+    config.addinivalue_line("markers", "gpus(count): needs so many GPUs, or some that its ranks share")
     config.addinivalue_line("markers", "timed: measures what a GPU takes, which nothing else may use meanwhile")
 
 
@@ -61,7 +61,7 @@ def census(request: pytest.FixtureRequest) -> Callable[[str, Tensor, Tensor], in
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if ranks_share_gpu(config):
-        terminalreporter.write_line(f"\n{WHERE}: nothing here is of two")
+        terminalreporter.write_line(f"\n{WHERE}: nothing here is of as many")
     totals: dict[str, tuple[int, int, int]] = {}
     for what, words, different in config.stash.get(ROWS, []):
         n, w, d = totals.get(what, (0, 0, 0))

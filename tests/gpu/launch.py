@@ -1,4 +1,4 @@
-"""Scripts that torchrun starts on several GPUs, or on one that its ranks share."""
+"""Scripts that torchrun starts on several GPUs, or on fewer that its ranks share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from processes import finished
-from sharing import on_one_gpu
+from sharing import as_rank, on_shared_gpus
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,17 @@ class Launch:
     """Starts so many ranks of a script.
 
     Attributes:
-        shared: whether all have the same GPU (`pytest --ranks-share-gpu`), and their times mean nothing.
+        shared: whether ranks share GPUs (`pytest --ranks-share-gpu`), and their times mean nothing.
     """
 
     shared: bool = False
 
     def __call__(self, ranks: int, script: Path, *arguments: str, **environment: str) -> Any:
         """The last line that the ranks print, as JSON; they end well."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), str(script)]
-        where = on_one_gpu(ranks) if self.shared else {}
-        run = finished([*command, *arguments], env=os.environ | where | environment)
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command = [str(script), *arguments]
+        where = on_shared_gpus(ranks, torch.cuda.device_count()) if self.shared else {}
+        run = finished([*start, *(as_rank(command) if self.shared else command)], env=os.environ | where | environment)
         assert run.returncode == 0, run.stderr[-6000:]
         assert "terminate called" not in run.stderr
         return json.loads(run.stdout.splitlines()[-1])
