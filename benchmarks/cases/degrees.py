@@ -63,7 +63,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "shared": {
         "decode": [],
         "steps": 0,
-        "drawn": (16, 8, 96, 64),
+        "drawn": (16, 4, 96, 64),
         "micro_batch": 4096,
         "cache_tokens": 64 * 1024,
     },
