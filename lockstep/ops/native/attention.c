@@ -31,7 +31,7 @@ typedef struct {
 typedef struct {
     int64_t width;                             /* head dim rounded up to two vectors */
     float *q, *acc, *score;                    /* [rows, width] twice, [rows, TILE] */
-    float *sum, *maximum, *rescale;            /* [rows, LANES], [rows] twice */
+    float *sum, *maximum, *rescale;            /* [rows, SUMS], [rows] twice */
     float *total_acc, *total_sum, *total_max;  /* over the completed splits, like acc, sum and maximum */
     float *columns, *values;                   /* [width, TILE]; [TILE, width], for head dims that need padding */
     int32_t *hidden, *visible;                 /* [rows]: a row sees the tile's keys in [hidden, visible) */
@@ -42,7 +42,7 @@ typedef struct {
 static Scratch *new_scratch(const Attention *a, int64_t rows) {
     int64_t width = round_up(a->dim, 2 * LANES);
     int64_t header = round_up(sizeof(Scratch), 64), padded = round_up(rows, LANES) + LANES;
-    int64_t floats = 2 * TILE * width + padded * (3 * width + TILE + 2 * LANES + 5);
+    int64_t floats = 2 * TILE * width + padded * (3 * width + TILE + 2 * SUMS + 5);
     Scratch *s = aligned_alloc(64, round_up(header + sizeof(float) * floats, 64));
     if (!s) return NULL;
     s->width = width;
@@ -52,11 +52,11 @@ static Scratch *new_scratch(const Attention *a, int64_t rows) {
     s->acc = s->q + padded * width;
     s->score = s->acc + padded * width;
     s->sum = s->score + padded * TILE;
-    s->maximum = s->sum + padded * LANES;
+    s->maximum = s->sum + padded * SUMS;
     s->rescale = s->maximum + padded;
     s->total_acc = s->rescale + padded;
     s->total_sum = s->total_acc + padded * width;
-    s->total_max = s->total_sum + padded * LANES;
+    s->total_max = s->total_sum + padded * SUMS;
     s->visible = (int32_t *)(s->total_max + padded);
     s->hidden = s->visible + padded;
     memset(s->columns, 0, sizeof(float) * 2 * TILE * width);
@@ -129,13 +129,13 @@ static void pad_values(Scratch *s, int64_t dim, int64_t count) {
 INLINE void softmax_rows(const int windowed, const Scratch *s, int64_t first, int64_t rows) {
     for (int64_t r = first; r < first + rows; r++) {
         float *score = s->score + r * TILE, before = s->maximum[r];
-        V highest = splat(-INFINITY);
+        Sums highest = splat_sums(-INFINITY);
         UNROLLED (int g = 0; g < GROUPS; g++) {
             I key = LANE + g * LANES;
             I seen = windowed ? (key >= s->hidden[r]) & (key < s->visible[r]) : key < s->visible[r];
             V masked = pick(seen, load(score + g * LANES), splat(-INFINITY));
             store(score + g * LANES, masked);
-            highest = largest(highest, masked);
+            highest.part[g % PARTS] = largest(highest.part[g % PARTS], masked);
         }
         float maximum = fold_max(highest);
         s->maximum[r] = maximum > before ? maximum : before;
@@ -144,13 +144,14 @@ INLINE void softmax_rows(const int windowed, const Scratch *s, int64_t first, in
     for (int64_t r = first; r < first + rows; r += LANES) store(s->rescale + r, exp_(load(s->rescale + r)));
     for (int64_t r = first; r < first + rows; r++) {
         float *score = s->score + r * TILE;
-        V sum = load(s->sum + r * LANES) * s->rescale[r];
+        Sums sum = load_sums(s->sum + r * SUMS);
+        UNROLLED (int p = 0; p < PARTS; p++) sum.part[p] *= s->rescale[r];
         UNROLLED (int g = 0; g < GROUPS; g++) {
             V p = exp_(load(score + g * LANES) - s->maximum[r]);
             store(score + g * LANES, p);
-            sum += p;
+            sum.part[g % PARTS] += p;
         }
-        store(s->sum + r * LANES, sum);
+        store_sums(s->sum + r * SUMS, sum);
     }
 }
 
@@ -237,7 +238,7 @@ static int attend_tile(const Attention *a, Scratch *s, int64_t kv_head, int64_t 
 /* Reset the state before a split's first key. */
 static void clear_split(const Scratch *s, int64_t rows) {
     for (int64_t r = 0; r < rows; r++) s->maximum[r] = -INFINITY;
-    memset(s->sum, 0, sizeof(float) * rows * LANES);
+    memset(s->sum, 0, sizeof(float) * rows * SUMS);
     memset(s->acc, 0, sizeof(float) * rows * s->width);
 }
 
@@ -252,17 +253,17 @@ static void merge_split(const Attention *a, const Scratch *s, int64_t start, int
     for (int64_t r = 0; r < rows; r++) {
         int64_t position = s->position[r / group], seen = first_key(a, position);
         if (position < start || seen >= start + SPLIT) continue;
-        float *acc = s->total_acc + r * s->width, *sum = s->total_sum + r * LANES, before = s->total_max[r];
-        const float *next_acc = s->acc + r * s->width, *next_sum = s->sum + r * LANES;
+        float *acc = s->total_acc + r * s->width, *sum = s->total_sum + r * SUMS, before = s->total_max[r];
+        const float *next_acc = s->acc + r * s->width, *next_sum = s->sum + r * SUMS;
         if (seen >= start) { /* its first split */
             memcpy(acc, next_acc, sizeof(float) * s->width);
-            memcpy(sum, next_sum, sizeof(float) * LANES);
+            memcpy(sum, next_sum, sizeof(float) * SUMS);
             s->total_max[r] = s->maximum[r];
         } else {
             float maximum = s->maximum[r] > before ? s->maximum[r] : before;
             float scale = exp_(splat(before - maximum))[0], next_scale = exp_(splat(s->maximum[r] - maximum))[0];
             add_scaled(acc, scale, next_acc, next_scale, s->width);
-            add_scaled(sum, scale, next_sum, next_scale, LANES);
+            add_scaled(sum, scale, next_sum, next_scale, SUMS);
             s->total_max[r] = maximum;
         }
     }
@@ -307,7 +308,7 @@ static int attend_block(const Attention *a, Scratch *s, int64_t kv_head, int64_t
     const float *highest = last >= SPLIT ? s->total_max : s->maximum;
     for (int64_t r = 0; r < rows; r++) {
         float *out = a->out + start + (r / group * a->heads + r % group) * a->dim;
-        float sum = fold_sum(load(sums + r * LANES)), share = 1;
+        float sum = fold_sum(load_sums(sums + r * SUMS)), share = 1;
         if (a->sinks) sum = beside_sink(sum, highest[r], a->sinks[kv_head * group + r % group], &share);
         for (int64_t d = 0; d < a->dim; d++) out[d] = acc[r * width + d] * share / sum;
     }

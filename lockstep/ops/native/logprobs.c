@@ -1,7 +1,7 @@
 /* Row statistics of logits, and the sampler's draw. Semantics: ops/logprobs/reference.py. */
 #include "vector.h"
 
-/* 16 of a row's logits divided by the temperature; -inf outside the support and past the row's end. */
+/* A vector of a row's logits divided by the temperature; -inf outside the support and past the row's end. */
 INLINE V tempered(const float *x, int64_t column, int64_t n, float divisor, float threshold, const uint8_t *support) {
     V z = load_first(x + column, n - column, -INFINITY);
     if (divisor != 1.0f) z /= divisor;
@@ -15,15 +15,20 @@ INLINE V tempered(const float *x, int64_t column, int64_t n, float divisor, floa
 /* Log-sum-exp of a row's support; `entropy` (nats) may be NULL. */
 static float log_sum_exp(const float *x, int64_t n, float divisor, float threshold, const uint8_t *support,
                          float *entropy) {
-    V highest = splat(-INFINITY), sum = splat(0), moment = splat(0);
-    for (int64_t i = 0; i < n; i += LANES) highest = largest(highest, tempered(x, i, n, divisor, threshold, support));
+    Sums highest = splat_sums(-INFINITY), sum = splat_sums(0), moment = splat_sums(0);
+    for (int64_t i = 0; i < n; i += SUMS)
+        UNROLLED (int at = 0; at < PARTS; at++) {
+            V z = tempered(x, i + at * LANES, n, divisor, threshold, support);
+            highest.part[at] = largest(highest.part[at], z);
+        }
     float maximum = fold_max(highest);
-    for (int64_t i = 0; i < n; i += LANES) {
-        V shifted = at_least(tempered(x, i, n, divisor, threshold, support) - maximum, -126.0f); /* p is 0 there */
-        V p = exp_(shifted);
-        sum += p;
-        moment = fmadd(p, shifted, moment);
-    }
+    for (int64_t i = 0; i < n; i += SUMS)
+        UNROLLED (int at = 0; at < PARTS; at++) {
+            V z = tempered(x, i + at * LANES, n, divisor, threshold, support);
+            V shifted = at_least(z - maximum, -126.0f), p = exp_(shifted); /* p is 0 there */
+            sum.part[at] += p;
+            moment.part[at] = fmadd(p, shifted, moment.part[at]);
+        }
     float total = fold_sum(sum), log_total = log_(splat(total))[0];
     if (entropy) *entropy = log_total - fold_sum(moment) / total;
     return maximum + log_total;
@@ -62,7 +67,7 @@ INLINE U high_product(U a, uint32_t b) {
     return r;
 }
 
-/* Philox4x32-10, 16 counters at a time: `philox.py`, word for word. */
+/* Philox4x32-10, a vector of counters at a time: `philox.py`, word for word. */
 INLINE void philox(U c[4], uint32_t k0, uint32_t k1) {
     for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
         U high0 = high_product(c[0], 0xD2511F53u), high1 = high_product(c[2], 0xCD9E8D57u);
@@ -80,7 +85,7 @@ INLINE V gumbel(U bits) {
     return -log_(-(log_(rest) + lost / rest));
 }
 
-/* Noise for the 64 columns from `column` on (a multiple of 64). */
+/* Noise for the 4 * LANES columns from `column` on (a multiple of as many). */
 INLINE void gumbel_columns(V noise[4], const int64_t *key, int64_t position, int64_t column) {
     const U zero = {0};
     U c[4] = {zero + (uint32_t)position, (U)LANE + (uint32_t)(column / 4)};
@@ -101,7 +106,7 @@ void draw(int64_t *token, const float *logits, const float *temperature, const f
         V best = splat(-INFINITY), noise[4] = {splat(0), splat(0), splat(0), splat(0)};
         I index = {0};
         for (int64_t column = 0; column < vocabulary; column += LANES) {
-            if (!greedy && column % 64 == 0) gumbel_columns(noise, key, position[row], column);
+            if (!greedy && column % (4 * LANES) == 0) gumbel_columns(noise, key, position[row], column);
             V value = tempered(logits, column, vocabulary, divisor, least, NULL) + noise[column / LANES % 4];
             EACH_LANE index[l] = value[l] > best[l] ? (int32_t)column + l : index[l];
             best = largest(value, best);

@@ -9,9 +9,10 @@
 #include "vector.h"
 
 enum { TILE = 64, GROUPS = TILE / LANES };
+enum { HELD = LANES == 8 ? 2 : 4 }; /* vectors of columns whose sums for 4 rows fit AVX2's 16 registers, or 32 */
 
 /* columns[d][j] = row[j][d] for `count` rows of `dim` elements; [dim rounded up to LANES, TILE]. Interleaving rows i
- * and i + 8 four times transposes a 16 x 16 block. */
+ * and i + LANES / 2, as often as LANES is halved to 1, transposes a block of as many rows as columns. */
 static void transpose_rows(float *columns, const float *const *row, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j += LANES)
         for (int64_t d = 0; d < dim; d += LANES) {
@@ -19,10 +20,17 @@ static void transpose_rows(float *columns, const float *const *row, int64_t coun
             UNROLLED (int i = 0; i < LANES; i++)
                 a[i] = j + i < count ? load_first(row[j + i] + d, dim - d, 0) : splat(0);
 #define ROUND(to, from) \
-    UNROLLED (int i = 0; i < 8; i++) to[2 * i] = LOW(from[i], from[i + 8]), to[2 * i + 1] = HIGH(from[i], from[i + 8]);
-            ROUND(b, a) ROUND(a, b) ROUND(b, a) ROUND(a, b)
+    UNROLLED (int i = 0; i < LANES / 2; i++) \
+        to[2 * i] = LOW(from[i], from[i + LANES / 2]), to[2 * i + 1] = HIGH(from[i], from[i + LANES / 2]);
+            ROUND(b, a) ROUND(a, b)
+#if LANES > 4
+            ROUND(b, a)
+#endif
+#if LANES > 8
+            ROUND(a, b)
+#endif
 #undef ROUND
-            UNROLLED (int i = 0; i < LANES; i++) store(columns + (d + i) * TILE + j, a[i]);
+            UNROLLED (int i = 0; i < LANES; i++) store(columns + (d + i) * TILE + j, LANES == 8 ? b[i] : a[i]);
         }
 }
 
@@ -32,28 +40,30 @@ typedef struct {
 } Rows;
 
 INLINE void multiply_rows(const int R, float *out, int64_t out_stride, Rows x, const float *columns, int64_t dim,
-                          int add) {
-    V sum[4][GROUPS];
-    UNROLLED (int r = 0; r < R; r++)
-        UNROLLED (int g = 0; g < GROUPS; g++) sum[r][g] = add ? load(out + r * out_stride + g * LANES) : splat(0);
-    for (int64_t d = 0; d < dim; d++) {
-        V column[GROUPS];
-        UNROLLED (int g = 0; g < GROUPS; g++) column[g] = load_once(columns + d * TILE + g * LANES);
+                          int added) {
+    for (const float *end = columns + TILE; columns < end; columns += HELD * LANES, out += HELD * LANES) {
+        V sum[4][HELD];
         UNROLLED (int r = 0; r < R; r++)
-            UNROLLED (int g = 0; g < GROUPS; g++)
-                sum[r][g] = fmadd(splat(x.at[r * x.row + d * x.step]), column[g], sum[r][g]);
+            UNROLLED (int h = 0; h < HELD; h++) sum[r][h] = added ? load(out + r * out_stride + h * LANES) : splat(0);
+        for (int64_t d = 0; d < dim; d++) {
+            V column[HELD];
+            UNROLLED (int h = 0; h < HELD; h++) column[h] = load_once(columns + d * TILE + h * LANES);
+            UNROLLED (int r = 0; r < R; r++)
+                UNROLLED (int h = 0; h < HELD; h++)
+                    sum[r][h] = fmadd(splat(x.at[r * x.row + d * x.step]), column[h], sum[r][h]);
+        }
+        UNROLLED (int r = 0; r < R; r++)
+            UNROLLED (int h = 0; h < HELD; h++) store(out + r * out_stride + h * LANES, sum[r][h]);
     }
-    UNROLLED (int r = 0; r < R; r++)
-        UNROLLED (int g = 0; g < GROUPS; g++) store(out + r * out_stride + g * LANES, sum[r][g]);
 }
 
-/* out[r][j] = (add ? out[r][j] : 0) + the sum over d of x[r][d] * columns[d][j]; all TILE columns are written. */
+/* out[r][j] = (added ? out[r][j] : 0) + the sum over d of x[r][d] * columns[d][j]; all TILE columns are written. */
 static __attribute__((noinline)) void multiply(float *out, int64_t out_stride, Rows x, const float *columns,
-                                               int64_t dim, int64_t rows, int add) {
+                                               int64_t dim, int64_t rows, int added) {
     int64_t r = 0;
 #define TAKE(R) \
     for (; rows - r >= R; r += R, out += R * out_stride, x.at += R * x.row) \
-        multiply_rows(R, out, out_stride, x, columns, dim, add);
+        multiply_rows(R, out, out_stride, x, columns, dim, added);
     TAKE(4) TAKE(2) TAKE(1)
 #undef TAKE
 }

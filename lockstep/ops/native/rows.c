@@ -29,11 +29,12 @@ int kernels_supported(void) {
 }
 
 INLINE float rms_scale(const float *x, int64_t n, float eps) {
-    V sum = splat(0);
-    for (int64_t i = 0; i < n; i += LANES) {
-        V v = load_first(x + i, n - i, 0);
-        sum = fmadd(v, v, sum);
-    }
+    Sums sum = splat_sums(0);
+    for (int64_t i = 0; i < n; i += SUMS)
+        UNROLLED (int p = 0; p < PARTS; p++) {
+            V v = load_first(x + i + p * LANES, n - i - p * LANES, 0);
+            sum.part[p] = fmadd(v, v, sum.part[p]);
+        }
     return 1.0f / sqrtf(fold_sum(sum) / (float)n + eps);
 }
 

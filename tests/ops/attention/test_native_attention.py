@@ -6,7 +6,6 @@ the bits are not the machine's.
 
 from __future__ import annotations
 
-import platform
 import shutil
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from lockstep import ops
 from lockstep.ops import native
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.native import library
+from lockstep.ops.records import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
 
@@ -309,11 +309,12 @@ def test_short_splits_change_no_layout_s_bits(tmp_path: Path) -> None:
         assert not invariant(sequence), "splits that depend on the batch must be noticed"
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an instruction set of x86-64")
-def test_bits_do_not_depend_on_the_vector_width(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_bits_do_not_depend_on_the_vector_width(lanes: int, tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     sequence, x, weight = Sequence(150, 3, 1, 24), wide(33, 300), torch.randn(150)
     matrix, parameters = wide(100, 300), sampling(33)
+    table = native.rope_table(torch.arange(33), torch.rand(12))
     keys, position, off = torch.randint(0, 2**32, (33, 4)), torch.arange(33), torch.full((33,), -torch.inf)
 
     def run() -> list[Tensor]:
@@ -322,11 +323,14 @@ def test_bits_do_not_depend_on_the_vector_width(tmp_path: Path) -> None:
             sequence.packed(),
             logits,
             native.rms_norm(x[:, :150], weight, 1e-6),
-            native.silu_mul(x),
+            *(native.silu_mul(x, activation) for activation in ACTIVATIONS),
+            *(native.silu_mul_backward(x[:, :150].contiguous(), x, activation) for activation in ACTIVATIONS),
+            native.qk_norm_rope(x, ops.Rotation(*weight[:48].view(2, 24), table, 5, 2, 1e-6)),
             *native.statistics(logits, parameters, None, True, True),
             native.draw(logits, torch.ones(33), off, ops.SampleKeys(keys, position), False).int(),
         ]
 
     expected = run()
-    with using(build(tmp_path, ("setup.py", "-march=native", "-march=x86-64-v3"), ("setup.py", "-O3", "-O1"))):
+    wide_vectors = ("setup.py", '"-Wno-psabi",', f'"-Wno-psabi", "-DLANES={lanes}",')
+    with using(build(tmp_path, wide_vectors, QUICKLY)):
         assert all(map(same, run(), expected))
