@@ -85,10 +85,10 @@ class Task(ABC):
         raise InputError(f"task {self.name} has no worked examples, which supervised warm-up steps need")
 
     def check_lengths(  # noqa: B027 (most tasks need none)
-        self, encode: Encode, limit: PromptLimit, training: bool = True
+        self, encode: Encode, limit: PromptLimit, training: bool = True, must_fit: bool = True
     ) -> None:
-        """Refuse or leave out prompts with more tokens than `limit`: those of validation, and unless `training` is
-        off, of training. Called once, before the first step."""
+        """Leave out prompts with more tokens than `limit`, or refuse them if they `must_fit`: those of validation, and
+        unless `training` is off, of training. Called once, before the first step."""
 
 
 def parse_setting(text: str, label: str, form: str) -> tuple[str, Any]:

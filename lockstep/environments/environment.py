@@ -100,6 +100,12 @@ class Environment:
         """All values that `tools` may have, for memory planning."""
         return ((),)
 
+    @classmethod
+    def begins_with_rows(cls) -> bool:
+        """Whether what `start` returns is the row's prompt, perhaps with more text: a row that is too long is then
+        refused before the first step."""
+        return cls.start is Environment.start and cls.plays is None
+
     @property
     def exposed(self) -> Any:
         """What reward functions with an argument `environments` are given for this one."""

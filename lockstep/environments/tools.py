@@ -62,6 +62,10 @@ class ToolEnvironment(Environment):
     def toolsets(cls) -> Sequence[Sequence[Mapping[str, Any]]]:
         return (cls.schemas,)
 
+    @classmethod
+    def begins_with_rows(cls) -> bool:
+        return cls.start is ToolEnvironment.start
+
     def callables(self) -> dict[str, Tool]:
         """The functions that the model may call, by name."""
         return {_name(tool): tool for tool in self.functions}

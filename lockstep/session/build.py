@@ -24,7 +24,7 @@ from ..config import (
 )
 from ..distributed import ONE_PROCESS, World
 from ..distributed.mesh import ONE_RANK, Axis, Mesh
-from ..environments import Environment, PromptLimit, make_environment, make_task
+from ..environments import PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import CudaRecorder, Runtime, Store, Verdict, compile_report, require_plugins
@@ -161,11 +161,8 @@ class TrainingSession(Session):
             self.teacher = load_teacher(config, self.policy, world)
         self.prompt_limit = prompt_limit(config, model.config, None if self.teacher is None else self.teacher.model)
         with timings.measure("prompts"):
-            self.task.check_lengths(self.policy.shortest_prompt_encoder(self.environment), self.prompt_limit)
-            longest = max(
-                world.gather_results(lambda: self.policy.longest_prompt(self.task, self.environment, groups))
-            )[0]
-        self._require_prompts_fit(longest)
+            prompts = self.task, self.environment, self.prompt_limit, groups
+            longest = max(world.gather_results(lambda: self.policy.check_prompts(*prompts)))
         w = make_workload(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
         self.plan = world.run_on_all(lambda: _require_plan(w, memory, device))
         planned(self.plan)
@@ -202,17 +199,6 @@ class TrainingSession(Session):
         self.engine = self.new_engine(self.plan.cache_tokens, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
         self.preloaded = finish_preload()
-
-    def _require_prompts_fit(self, longest: int) -> None:
-        limit = self.prompt_limit
-        # An environment with its own `start` or `plays` may begin with other prompts.
-        if self.environment.start is not Environment.start or self.environment.plays is not None:
-            return
-        refuse(
-            longest > limit.tokens,
-            f"the longest prompt of the first step and of validation has {longest} tokens; at most {limit.tokens} are "
-            f"allowed ({limit.reason})",
-        )
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -265,9 +251,9 @@ def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Wor
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     set_attention(policy.model, config.attention, config.attention_mask)
     policy.set_variables(template_variables(config.task.chat_template_kwargs), "task.chat_template_kwargs")
-    longest = policy.longest_prompt(make_task(config.task, groups), make_environment(config.task), groups)[0]
-    limit = prompt_limit(config, model).tokens
-    return workload(config, ranks, device.type == "cuda", model, longest_prompt=longest, prompt_limit=limit)
+    limit = prompt_limit(config, model)
+    longest = policy.longest_prompt(make_task(config.task, groups), make_environment(config.task), limit, groups)
+    return workload(config, ranks, device.type == "cuda", model, longest_prompt=longest, prompt_limit=limit.tokens)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -16,7 +16,6 @@ from ..environments import Collector, Environment, Limits, PromptLimit, Task, ma
 from ..environments.environment import SingleTurn, environment_metrics
 from ..environments.episodes import SampleOutput, Sampler
 from ..environments.ranks.rollouts import RolloutHolders
-from ..environments.tools import ToolEnvironment
 from ..errors import refuse
 from ..generator import Engine
 from ..trainer.shapes import PROMPT_MARGIN
@@ -73,17 +72,9 @@ def run_evaluation(
         world, trained = llm.world, training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
         sampling = replace(trained, n=n, temperature=temperature)
         check_sampling(sampling)
-        limit, encode = _prompt_limit(config, llm.context), llm.policy.shortest_prompt_encoder(environment)
-        from_rows = _prompts_from_rows(environment)
-        if from_rows or config.task.filter_overlong_prompts:
-            world.run_on_all(lambda: task.check_lengths(encode, limit, training=False))
+        limit = _prompt_limit(config, llm.context)
+        longest = world.run_on_all(lambda: llm.policy.check_prompts(task, environment, limit))
         problems = list(enumerate(task.validation_problems()))
-        longest, origin = world.run_on_all(lambda: llm.policy.longest_prompt(task, environment, 0))
-        refuse(
-            config.task.turns == 1 and from_rows and longest > limit.tokens,
-            f"{origin + ': ' if origin else ''}a prompt has {longest} tokens; at most {limit.tokens} are allowed "
-            f"({limit.reason})",
-        )
         sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
         world.require_same("the processes of this evaluation", lambda: sizes)
         sequences = world.generator_mesh.fsdp.max_local_items(len(problems)) * n
@@ -161,12 +152,6 @@ def _load_task(config: RunConfig, settings: EvaluationSettings) -> tuple[Task, t
         f"pass_reward {decides}: the task's reward functions are {', '.join(names)}",
     )
     return task, environment
-
-
-def _prompts_from_rows(environment: type[Environment]) -> bool:
-    """Whether prompts are those of the rows, or begin with them; an environment may begin with others."""
-    own_start = environment.start is not Environment.start and not issubclass(environment, ToolEnvironment)
-    return environment.plays is None and not own_start
 
 
 def _prompt_limit(config: RunConfig, context: int) -> PromptLimit:

@@ -80,7 +80,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
         ),
         (
             "--trainer.max-tokens-per-micro-batch 9",
-            "the longest prompt of the first step and of validation has 6 tokens; at most 2 are allowed (trainer.max_",
+            "a prompt has 6 tokens; at most 2 are allowed (trainer.max_",
         ),
         ("--trainer.prompts-per-step 1000000000", "trainer.prompts_per_step is 1000000000; it must be between 1 and"),
         ("--sampling.num-generations 1", "sampling.num_generations is 1: every group's advantage would be zero"),

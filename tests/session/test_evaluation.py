@@ -182,6 +182,8 @@ def test_a_prompt_that_is_too_long_is_named_by_its_row_or_left_out(
     assert main(command) == 2 and main([*command, "--filter-overlong-prompts"]) == 0
     with pytest.raises(InputError, match=r"^a prompt has [0-9]+ tokens; at most 2 are allowed \(task.max_prompt"):
         evaluate(replace(config, task=TaskConfig(max_prompt_length=2)))
+    with pytest.raises(InputError, match="^a prompt has [0-9]+ tokens; at most 2 are allowed"):
+        evaluate(replace(config, task=TaskConfig(max_prompt_length=2, environment="calculator")))
     with pytest.raises(InputError, match="config is of type str; it must be a RunConfig"):
         evaluate("rows.jsonl")  # type: ignore[arg-type]
     config = replace(left_out, sampling=SamplingConfig(max_completion_length=99999))

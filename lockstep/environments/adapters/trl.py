@@ -41,6 +41,10 @@ class TrlEnvironment(ToolEnvironment):
     def toolsets(cls) -> Sequence[Sequence[Mapping[str, Any]]]:
         return list(cls.schemas_of.values())
 
+    @classmethod
+    def begins_with_rows(cls) -> bool:
+        return True  # what `reset` returns is added to it
+
     @property
     def exposed(self) -> Any:
         return self.instance

@@ -48,9 +48,11 @@ class DatasetTask(Task):
     def validation_problems(self) -> list[Problem]:
         return list(self._validation or ())
 
-    def check_lengths(self, encode: Encode, limit: PromptLimit, training: bool = True) -> None:
-        """Refuse over-long prompts, or leave them out with `task.filter_overlong_prompts`."""
+    def check_lengths(self, encode: Encode, limit: PromptLimit, training: bool = True, must_fit: bool = True) -> None:
+        """Leave out over-long prompts with `task.filter_overlong_prompts`, else refuse them if they `must_fit`."""
         leave_out = self._config.filter_overlong_prompts
+        if not leave_out and not must_fit:
+            return
         if training:
             self._train = self._train.filter_overlong(encode, limit, leave_out)
             self.rows = len(self._train)

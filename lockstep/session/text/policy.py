@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ...environments import ChatCodec, Environment, Problem, Task, TurnMessage, parse_plain_turn
+from ...environments import ChatCodec, Environment, Problem, PromptLimit, Task, TurnMessage, parse_plain_turn
 from ...environments.base import Encode
 from ...environments.tools import as_chat
-from ...errors import InputError
+from ...errors import InputError, PromptTooLong, refuse
 from ...models import Decoder, WeightSource
 from ...models.tokenizer import encode_following, encode_prompt, encode_text, max_token_bytes, require_prompt_fits
 from ...types import Segment
+from ...user_functions import as_input_error
 from .messages import check_variables
 from .tool_calls import Tool, ToolFormat
 from .tool_formats import FORMATS, may_use_special_tokens, tool_format
@@ -114,25 +115,52 @@ class Policy:
         encode = self.tokens_with(tools).encode_prompt
         return (lambda prompt: encode(as_chat(prompt))) if tools else encode
 
-    def shortest_prompt_encoder(self, environment: type[Environment]) -> Encode:
-        """The same with whichever of the environment's sets of tools takes the fewest tokens."""
-        encoders = list(map(self.prompt_encoder, environment.toolsets()))
-        return lambda prompt: min((encode(prompt) for encode in encoders), key=len)
+    def check_prompts(self, task: Task, environment: type[Environment], limit: PromptLimit, groups: int = 0) -> int:
+        """Leave out prompts that exceed the limit with each of the environment's sets of tools, or refuse them, unless
+        it begins with others. Returns `longest_prompt`.
 
-    def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> tuple[int, str]:
-        """The longest prompt of the first step and of validation: tokens, tools included, and its problem's origin."""
+        Args:
+            groups: in a step; 0: without training.
+
+        Raises:
+            InputError: a prompt is too long, or the chat template refuses it.
+        """
+        encoders = self._prompt_encoders(environment)
+        with as_input_error(f"task.environment: {environment.__name__}.begins_with_rows() raised"):
+            must_fit = environment.begins_with_rows()
+        task.check_lengths(lambda prompt: min((e(prompt) for e in encoders), key=len), limit, groups > 0, must_fit)
+        return self.longest_prompt(task, environment, limit, groups, must_fit)
+
+    def longest_prompt(
+        self, task: Task, environment: type[Environment], limit: PromptLimit, groups: int, must_fit: bool = False
+    ) -> int:
+        """The tokens of the longest prompt of the first step of `groups` prompts and of validation, tools included; at
+        most the limit. Raises `InputError` for a prompt that the chat template refuses, or that `must_fit` and does not
+        with any of the environment's sets of tools."""
         problems = [task.train_problem(0, group) for group in range(min(groups, MAX_PROBED_GROUPS))]
         problems += task.validation_problems()
-        encoders = map(self.prompt_encoder, environment.toolsets())
-        return max((_length(encode, problem), problem.origin) for encode in encoders for problem in problems)
+        encoders = self._prompt_encoders(environment)
+        sizes = [([self._size(encode, problem) for encode in encoders], problem.origin) for problem in problems]
+        least, origin = max((min(of_one), origin) for of_one, origin in sizes)
+        refuse(
+            must_fit and least > limit.tokens,
+            f"{origin + ': ' if origin else ''}a prompt has {least} tokens; at most {limit.tokens} are allowed "
+            f"({limit.reason})",
+        )
+        return min(max(max(of_one) for of_one, _ in sizes), limit.tokens)
+
+    def _prompt_encoders(self, environment: type[Environment]) -> list[Encode]:
+        return list(map(self.prompt_encoder, environment.toolsets()))
+
+    def _size(self, encode: Encode, problem: Problem) -> int:
+        """The tokens of a prompt, or the model's context if they are certainly more."""
+        try:
+            return len(encode(problem.prompt))
+        except PromptTooLong:
+            return self.model.config.max_position_embeddings
+        except InputError as error:
+            raise InputError(f"{problem.origin}: {error}" if problem.origin else str(error)) from error
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-def _length(encode: Encode, problem: Problem) -> int:
-    try:
-        return len(encode(problem.prompt))
-    except InputError as error:
-        raise InputError(f"{problem.origin}: {error}" if problem.origin else str(error)) from error
