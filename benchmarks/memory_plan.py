@@ -41,7 +41,7 @@ from lockstep.graph import Runtime
 from lockstep.machine import restrict_to_local_gpu
 from lockstep.models import Decoder, Ranges
 from lockstep.models.init import INITIALIZER_RANGE, RandomWeights
-from lockstep.session.build import planned_workload, resolve_for_device
+from lockstep.session.build import planned_workload, resolve_for_device, task_reader
 from lockstep.session.memory import MemoryPlan, Workload
 from lockstep.session.memory import plan as planning
 from lockstep.session.memory.plan import ACTIVATIONS, CACHE, CHECK, GENERATION, TRANSIT, WORKSPACE
@@ -251,7 +251,8 @@ def edge_cases(count: int, seed: int, gpus: int, sharded: bool = False) -> list[
         arch = draw.choice(["qwen3-0.6b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
         tokens, length = draw.choice([2048, 4096, 8192, 12288, 16384, 32768]), draw.choice([64, 128, 256, 512])
         case = Case(arch, tokens, draw.choice([8, 16, 32]), length)
-        w = planned_workload(resolve_for_device(configuration(case, "cuda"), ranks, cuda), ranks, cuda)
+        config = resolve_for_device(configuration(case, "cuda"), ranks, cuda)
+        w = planned_workload(config, ranks, cuda, task_reader(config))
         least = smallest(w)
         roomy = planning(w, 1 << 41).total  # with nothing computed again
         limit = int(least * draw.uniform(0.9, 1.2)) if number % 2 else int(roomy * draw.uniform(0.8, 1.02))

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -25,6 +26,7 @@ import lockstep
 import lockstep.config
 from lockstep.cli.main import main
 from lockstep.environments import End, Environment
+from lockstep.environments.data import rows
 from lockstep.errors import InputError
 
 SMALL = lockstep.RunConfig(
@@ -164,14 +166,16 @@ def test_rows_in_memory_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest.
     assert len(rewards_of(tmp_path / "dataset")) == 3 and not list((tmp_path / "dataset").glob("*.new"))
 
 
-def trained(folder: Path) -> dict[str, Any]:
-    """What a process is returned; only the first one takes its rows."""
-    rows = iter(ROWS) if os.environ["RANK"] == "0" else iter(())
-    return lockstep.train(replace(OF_ROWS, steps=2), folder, data=rows, rewards=[right])
+def trained(folder: Path) -> tuple[dict[str, Any], int]:
+    """What a process is returned, and how often it reads the data; only the first one takes its rows."""
+    given = iter(ROWS) if os.environ["RANK"] == "0" else iter(())
+    with mock.patch.object(rows, "open_source", wraps=rows.open_source) as opened:
+        return lockstep.train(replace(OF_ROWS, steps=2), folder, data=given, rewards=[right]), opened.call_count
 
 
 def test_every_process_gives_its_rows_and_gets_the_summary(tmp_path: Path) -> None:
-    first, second = on_ranks(2, trained, tmp_path / "run")
+    (first, read), (second, read_by_second) = on_ranks(2, trained, tmp_path / "run")
+    assert read == read_by_second == 1, "the choice of `parallel.generator_tp` and the run read the same rows"
     assert first == second and first["steps_done"] == 2 and first["run_dir"] == str(tmp_path / "run")
     assert len((tmp_path / "run" / "data.jsonl").read_text().splitlines()) == len(ROWS)
 

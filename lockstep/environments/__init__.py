@@ -13,7 +13,7 @@ from ..config import TaskConfig
 from ..errors import InputError, refuse
 from .base import Problem, PromptLimit, Task
 from .data.dataset import DatasetTask, hold_out
-from .data.rows import Problems, RowFormat, checked_messages, log_notice, read_problems, without_notices
+from .data.rows import Problems, RowFormat, checked_messages, log_notice, read_problems
 from .data.sources import has_splits
 from .rewards.loading import load_rewards
 from .rewards.reward_set import Reward, RewardSet

@@ -16,7 +16,7 @@ from ..errors import InputError, LockstepError
 from ..machine import freeze_gc
 from ..rl.loop import Loop
 from ..serve.rollouts import serve_rollouts
-from ..session.build import TrainingSession, resolve
+from ..session.build import ReadTask, TrainingSession, resolve, task_reader
 from ..session.degree import choose_generator_tp
 from ..session.memory import explain_out_of_memory
 from ..session.signals import EndRequest, EndRequested, SignalDelay, reraise_received
@@ -42,7 +42,8 @@ def train(
     `LockstepError` if it fails; what it wrote until then stays, with a report."""
     config = world.run_on_all(lambda: _resolve(config, world))
     world.require_same("the processes of this run", lambda: resuming.describe_data(config))
-    config, world, choice = choose_generator_tp(config, world)
+    read = task_reader(config)
+    config, world, choice = choose_generator_tp(config, world, read)
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
     if choice is not None:
@@ -57,12 +58,14 @@ def train(
         saves = f"the run saves the last whole step and ends, in {grace:g} s or unsaved; again: at once"
         report_exit = partial(_report_signal_exit, run_dir, world, faults)
         delay = SignalDelay(grace, lambda name: display.note(f"{name}: {saves}"), faults, report_exit)
-        return _train(recorder, resume, loaded, other_numerics, display, delay)
+        if resume and loaded is None:
+            display.note("no step was done yet; starting over")
+        return _train(recorder, read, loaded, other_numerics, display, delay)
 
 
 def _train(
     recorder: Recorder,
-    resume: bool,
+    read: ReadTask,
     loaded: LoadedCheckpoint | None,
     other_numerics: bool,
     display: Display,
@@ -73,15 +76,15 @@ def _train(
     for idle in idle_update_message(config, world.size), None if loaded else idle_warmup_message(config, world.size):
         if idle is not None:
             display.note(idle)
-    session = TrainingSession(config, world, display, partial(recorder.record_memory_plan, display=display))
+    session = TrainingSession(config, world, display, partial(recorder.record_memory_plan, display=display), read)
     loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.record_start(loop)
     with contextlib.ExitStack() as served, recorder, world.detect_lost_peers():
         served.enter_context(serve_rollouts(session))  # may take a while to end, so it ends after the recorder
-        if resume:
-            display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
-            for remark in resuming.remarks(run_dir, loaded) if loaded else ():
+        if loaded:
+            display.note(f"resumed from {loaded.path.name}")
+            for remark in resuming.remarks(run_dir, loaded):
                 display.note(remark)
         if start is None:
             recorder.run_sft_warmup(loop, display)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..config import (
 )
 from ..distributed import ONE_PROCESS, World
 from ..distributed.mesh import ONE_RANK, Axis, Mesh
-from ..environments import PromptLimit, make_environment, make_task
+from ..environments import Environment, PromptLimit, Task, make_environment, make_task
 from ..errors import InputError, refuse
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import CudaRecorder, Runtime, Store, Verdict, compile_report, require_plugins
@@ -65,6 +65,13 @@ from .memory import (
 )
 from .signals import SignalDelay
 from .text.policy import Policy
+
+ReadTask = Callable[[], tuple[Task, type[Environment]]]
+
+
+def task_reader(config: RunConfig) -> ReadTask:
+    """A function that returns the run's task, with its data read, and environment: made once, at the first call."""
+    return cache(lambda: (make_task(config.task, config.trainer.prompts_per_step), make_environment(config.task)))
 
 
 class Session:
@@ -130,9 +137,9 @@ def _load_checked_policy(config: RunConfig, world: World) -> Policy:
 
 class TrainingSession(Session):
     """Everything a training run needs on one rank of `world`; memory is planned and inputs are checked before the first
-    step. `config` is resolved; `planned` is called with the memory plan before anything planned is allocated.
-    `shapes`: what the trainer's batches are padded to, largest first; `delay`: the context in which signals that ask
-    the run to end are deferred, if it is in one."""
+    step. `config` is resolved; `planned` is called with the memory plan before anything planned is allocated; `read` is
+    of `task_reader`. `shapes`: what the trainer's batches are padded to, largest first; `delay`: the context in which
+    signals that ask the run to end are deferred, if it is in one."""
 
     def __init__(
         self,
@@ -140,6 +147,7 @@ class TrainingSession(Session):
         world: World = ONE_PROCESS,
         observer: PhaseObserver | None = None,
         planned: Callable[[MemoryPlan], None] = lambda _: None,
+        read: ReadTask | None = None,
     ) -> None:
         self.delay: SignalDelay | None = None
         device, groups = resolve_device(config.device), config.trainer.prompts_per_step
@@ -147,8 +155,7 @@ class TrainingSession(Session):
         timings = Timings(keep_spans=True, event=event, observer=observer)
         finish_preload = preload_async(config, device.type, world.size, timings)
         with timings.measure("task"):
-            self.task = make_task(config.task, groups)
-            self.environment = make_environment(config.task)
+            self.task, self.environment = (read or task_reader(config))()
         require_divisible(model_config(config), world.tp, "parallel.tp")
         memory = min(world.gather(available_memory(device, world)))
         make_workload = partial(workload, config, world.size, device.type == "cuda", model_config(config))
@@ -239,20 +246,21 @@ def plan_memory(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> Memor
     )
     require_divisible(model_config(config), config.parallel.generator_tp, "parallel.generator_tp")
     memory = int(memory_gib * 2**30) or available_memory(device)
-    return require_room(fit_generator_groups(planned_workload(config, ranks, device), memory), memory)
+    w = planned_workload(config, ranks, device, task_reader(config))
+    return require_room(fit_generator_groups(w, memory), memory)
 
 
-def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Workload:
+def planned_workload(config: RunConfig, ranks: int, device: torch.device, read: ReadTask) -> Workload:
     """The workload planned for a run, from its tokenizer and first prompts, not weights. `config` is resolved for the
     device."""
-    model, groups = model_config(config), config.trainer.prompts_per_step
+    model = model_config(config)
     require_divisible(model, config.parallel.tp, "parallel.tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     set_attention(policy.model, config.attention, config.attention_mask)
     policy.set_variables(template_variables(config.task.chat_template_kwargs), "task.chat_template_kwargs")
     limit = prompt_limit(config, model)
-    longest = policy.longest_prompt(make_task(config.task, groups), make_environment(config.task), limit, groups)
+    longest = policy.longest_prompt(*read(), limit, config.trainer.prompts_per_step)
     return workload(config, ranks, device.type == "cuda", model, longest_prompt=longest, prompt_limit=limit.tokens)
 
 

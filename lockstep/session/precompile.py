@@ -10,7 +10,7 @@ from ..config import RunConfig
 from ..distributed import World
 from ..errors import InputError, LockstepError
 from ..graph import Store
-from .build import TrainingSession, resolve
+from .build import TrainingSession, resolve, task_reader
 from .degree import choose_generator_tp
 from .processes import join_processes
 from .warm_up import warm_up
@@ -50,8 +50,9 @@ def _require_storable(config: RunConfig) -> RunConfig:
 
 def _precompile(config: RunConfig, world: World) -> dict[str, Any]:
     start = time.perf_counter()
-    config, world, _ = choose_generator_tp(config, world)
-    run = TrainingSession(config, world)
+    read = task_reader(config)
+    config, world, _ = choose_generator_tp(config, world, read)
+    run = TrainingSession(config, world, read=read)
     runtime, store = run.runtime, run.runtime.store
     assert store is not None
     try:

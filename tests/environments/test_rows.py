@@ -75,8 +75,6 @@ def test_gsm8k_columns_ask_the_question(tmp_path: Path, caplog: pytest.LogCaptur
     (said,) = caplog.messages
     assert said.startswith(f"task.data {data} has question and answer, which are asked as in GSM8K: 'Reason step")
     rows.read_problems(data, TaskConfig(name="gsm8k"))
-    with rows.without_notices():
-        read_problems(data)
     assert len(caplog.messages) == 1
     assert isinstance(problem.prompt, list)
     (message,) = problem.prompt

@@ -16,7 +16,7 @@ from lockstep.distributed import World
 from lockstep.errors import InputError
 from lockstep.models import num_parameters
 from lockstep.models.init import architecture
-from lockstep.session.build import plan_memory, planned_workload, resolve
+from lockstep.session.build import plan_memory, planned_workload, resolve, task_reader
 from lockstep.session.degree import choice, choose_generator_tp_by_memory
 from lockstep.session.degree.choice import possible_degrees, select_degree
 from lockstep.session.degree.decode_time import CollectiveTimes, DecodeTime, Load
@@ -107,7 +107,7 @@ def chosen_where(least: int, config: RunConfig, patch: pytest.MonkeyPatch) -> in
     patch.setattr(choice, "resolve_device", lambda _: torch.device("cuda"))
     patch.setattr(choice, "available_memory", lambda *_: 2 * H200)
     patch.setattr(choice, "join_generator_groups", lambda world, ranks: replace(world, generator_tp=ranks))
-    made, world, measured = choice.choose_generator_tp(config, World(size=8))
+    made, world, measured = choice.choose_generator_tp(config, World(size=8), task_reader(config))
     assert made.parallel.generator_tp == world.generator_tp and measured is None
     return world.generator_tp
 
@@ -120,13 +120,13 @@ def test_the_process_with_the_least_memory_has_room(least: int, together: int, m
 def test_a_degree_that_the_model_is_not_made_for_is_refused_before_anything_is_planned() -> None:
     config = resolve_parallel(RunConfig(arch="tiny", parallel=ParallelConfig(tp=3, batch_shards=1)), 3)
     with pytest.raises(InputError, match="parallel.tp is 3, which does not divide the model's num_key_value_heads"):
-        planned_workload(config, 3, torch.device("cpu"))
+        planned_workload(config, 3, torch.device("cpu"), task_reader(config))
 
 
 def test_as_many_generate_together_as_are_planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the run's prompts: shorter ones need a smaller cache, and would fit one by one."""
     config = of_eight("qwen3-32b")
-    w = planned_workload(config, 8, torch.device("cuda"))
+    w = planned_workload(config, 8, torch.device("cuda"), task_reader(config))
     sizes = range(90 << 30, 2 * H200, 1 << 24)
     memory = sizes[bisect_left(sizes, True, key=lambda size: plan(w, size).fits) - 1]  # the most that is too little
     assert w.longest_prompt > 1 and plan(replace(w, longest_prompt=1), memory).fits

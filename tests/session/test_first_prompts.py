@@ -16,7 +16,7 @@ from lockstep.environments import End, Environment, Turn, make_environment
 from lockstep.environments.adapters.verifiers import VerifiersEnvironment
 from lockstep.environments.tools import ToolEnvironment
 from lockstep.errors import InputError
-from lockstep.session.build import TrainingSession, build, planned_workload, resolve
+from lockstep.session.build import TrainingSession, build, planned_workload, resolve, task_reader
 
 
 def look(word: str) -> str:
@@ -128,7 +128,7 @@ def test_rows_that_an_environment_does_not_begin_with_may_be_too_long(model: Pat
     run = build(config)
     assert run.task.rows == 3 and run.shapes[0].max_len <= run.context == 2048
     limits = {"longest_prompt": run.prompt_limit.tokens, "prompt_limit": run.prompt_limit.tokens}
-    w = planned_workload(resolve(config), 1, torch.device("cpu"))
+    w = planned_workload(resolve(config), 1, torch.device("cpu"), task_reader(config))
     assert {name: getattr(w, name) for name in limits} == limits
     left_out = replace(config.task, filter_overlong_prompts=True, validation_prompts=0)
     assert build(replace(config, task=left_out)).task.rows == 1, "as asked for"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -115,16 +114,6 @@ def log_notice(message: str, *arguments: object) -> None:
     """Log something about the data, which every process reads: the first process says it for all."""
     if torchrun_launch().rank == 0:
         _log.warning(message, *arguments)
-
-
-@contextmanager
-def without_notices() -> Iterator[None]:
-    """Within, nothing is logged about the data: it is read again later, and said then."""
-    before, _log.disabled = _log.disabled, True
-    try:
-        yield
-    finally:
-        _log.disabled = before
 
 
 def read_problems(

@@ -12,11 +12,10 @@ import torch
 from ...config import RunConfig
 from ...distributed import World, join_generator_groups
 from ...distributed.mesh import Axis, Mesh
-from ...environments import without_notices
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
 from ...models.checks import is_divisible
-from ..build import planned_workload, resolve_device, resolve_dtype
+from ..build import ReadTask, planned_workload, resolve_device, resolve_dtype
 from ..memory import Workload, available_memory, fit_generator_groups, model_config, plan
 from . import links
 from .decode_time import CollectiveTimes, DecodeTime, Load
@@ -48,7 +47,9 @@ class DegreeChoice:
         return "\n  ".join([f"chose {chosen}", *(found.describe() for found in self.considered)])
 
 
-def choose_generator_tp(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeChoice | None]:
+def choose_generator_tp(
+    config: RunConfig, world: World, read: ReadTask
+) -> tuple[RunConfig, World, DegreeChoice | None]:
     """Choose how many processes generate together, and group them. Every rank calls it, and the first prints why.
 
     If `parallel.generator_tp` is 0, the number that takes the least time for a step's samples; if it is 1 and the run
@@ -56,7 +57,7 @@ def choose_generator_tp(config: RunConfig, world: World) -> tuple[RunConfig, Wor
     nothing was measured).
 
     Args:
-        config: resolved.
+        config: resolved. read: as in `TrainingSession`; called only if the prompts matter.
 
     Raises:
         InputError: the run is invalid with any choice.
@@ -65,8 +66,7 @@ def choose_generator_tp(config: RunConfig, world: World) -> tuple[RunConfig, Wor
         return config, world, None
     device = resolve_device(config.device)
     memory = min(world.gather(available_memory(device, world)))
-    with without_notices():
-        w = world.run_on_all(lambda: planned_workload(config, world.size, device))
+    w = world.run_on_all(lambda: planned_workload(config, world.size, device, read))
     if config.parallel.generator_tp == 1:
         return *_smallest_fitting_groups(w, world, memory), None
     # ZeRO stage 2 needs whole weights.
