@@ -57,7 +57,8 @@ def choose_generator_tp(
     nothing was measured).
 
     Args:
-        config: resolved. read: as in `TrainingSession`; called only if the prompts matter.
+        config: resolved.
+        read: as in `TrainingSession`; called only if the prompts matter.
 
     Raises:
         InputError: the run is invalid with any choice.
