@@ -11,8 +11,11 @@ from setuptools import Extension, setup
 
 folder = Path("lockstep/ops/native")
 sources = sorted(folder.glob("*.[ch]"))
-# GCC tunes some CPUs with AVX-512 for vectors of half its width, and passes the halves of ours through memory.
-whole_vectors = ["-mprefer-vector-width=512"] if platform.machine().lower() in ("x86_64", "amd64") else []
+if platform.machine().lower() in ("x86_64", "amd64"):
+    # GCC tunes some CPUs with AVX-512 for vectors of half its width, and passes the halves of ours through memory.
+    machine = ["-march=native", "-mprefer-vector-width=512"]
+else:
+    machine = ["-mcpu=native"]  # of which Apple's compiler knows no other form
 checksum = zlib.crc32(b"".join(path.read_bytes() for path in sources))  # compared when the library is loaded
 
 setup(
@@ -24,8 +27,7 @@ setup(
             define_macros=[("SOURCE_CHECKSUM", f"{checksum}u")],
             extra_compile_args=[
                 "-O3",
-                "-march=native",
-                *whole_vectors,
+                *machine,
                 "-ffp-contract=off",
                 "-fno-math-errno",
                 "-fno-trapping-math",
