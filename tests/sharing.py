@@ -2,7 +2,8 @@
 memory, of time, or of how words travel between them.
 
 A GPU runs its ranks' kernels in turns of some milliseconds, and a kernel that waits for another rank's takes all of its
-own: counts are kept small.
+own: counts are kept small. Words travel through sockets, as each rank is told that it has a host of its own, since NCCL
+refuses two ranks of one host on one GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ def on_shared_gpus(ranks: int, gpus: int) -> dict[str, str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = given.split(",") if given else [str(gpu) for gpu in range(gpus)]
     own = [visible[rank % len(visible)] for rank in range(ranks)]
-    few = {"NCCL_MAX_CTAS": str(max(1, CHANNELS * len(visible) // ranks)), "NCCL_IB_DISABLE": "1"}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own), **few}
+    few = {"NCCL_MAX_CTAS": str(max(1, CHANNELS * len(visible) // ranks))}
+    sockets = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "4"}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own), **few, **sockets}
 
 
 def as_rank(command: Sequence[str]) -> list[str]:
-    """What torchrun starts for a rank that shares its GPU, in place of Python with the words of a `command`: NCCL
-    refuses two ranks of one host on one GPU, so each is told that it has a host of its own."""
+    """What torchrun starts for a rank that shares its GPU, in place of Python with the words of a `command`."""
     return ["--no-python", "sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$@"', "rank", sys.executable, *command]
