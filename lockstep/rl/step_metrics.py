@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from itertools import chain
 from statistics import mean, pstdev
@@ -112,4 +113,5 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of what the system counts
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
