@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from triton import AsyncCompileMode, knobs
 from triton.runtime import driver
+from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from .compile_processes import MIN_CORES, PACKAGE, CompileProcesses, Kernel, worker_count
@@ -26,6 +27,8 @@ class _CompilePool(ThreadPoolExecutor):
 
     Attributes:
         next_kernel: the kernel that is submitted next, if known.
+        functions: those whose kernels were asked for. On exit what failed is forgotten, which some versions of Triton
+            would keep as the kernel to launch.
     """
 
     def __init__(self, processes: CompileProcesses | None = None) -> None:
@@ -33,6 +36,15 @@ class _CompilePool(ThreadPoolExecutor):
         super().__init__(worker_count(), initializer=_set_device, initargs=(device,))
         self._processes = processes
         self.next_kernel: Kernel | None = None
+        self.functions: set[JITFunction] = set()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for function in self.functions:
+            for kernels, *_ in function.device_caches.values():
+                for key, kernel in list(kernels.items()):
+                    if isinstance(kernel, FutureKernel) and kernel.kernel is None:
+                        del kernels[key]
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         kernel, self.next_kernel = self.next_kernel, None
@@ -86,6 +98,7 @@ def compile_only(compiles: bool = True) -> Iterator[MissingKernels]:
 
     def compile_kernel(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         pool.next_kernel = None
+        pool.functions.add(kernel)
         try:
             with _jit_cache_hook(list_kernel):
                 return run(kernel, *args, grid=grid, warmup=True, **kwargs)
@@ -102,7 +115,7 @@ def compile_only(compiles: bool = True) -> Iterator[MissingKernels]:
             for kernel in kernels:
                 if kernel not in listed:
                     pool.next_kernel = None
-                    _preload(kernel)
+                    _preload(kernel, pool)
 
     JITFunction.run = compile_kernel
     try:
@@ -141,10 +154,10 @@ def preload(kernels: Iterable[Kernel]) -> int:
     The list is a hint: a kernel that no longer exists or is for another device is skipped, and compiled at its launch.
     """
     with _CompilePool() as pool, AsyncCompileMode(pool, ignore_errors=True):
-        return sum(map(_preload, kernels))
+        return sum(_preload(kernel, pool) for kernel in kernels)
 
 
-def _preload(kernel: Kernel) -> bool:
+def _preload(kernel: Kernel, pool: _CompilePool) -> bool:
     """Load a kernel; return whether it is one of this package whose description still fits. One that is loaded already
     is not loaded again: some versions of Triton unload the old one, which a graph may hold."""
     module, name, description = kernel
@@ -152,6 +165,7 @@ def _preload(kernel: Kernel) -> bool:
         if module.startswith(PACKAGE):
             function = getattr(import_module(module), name)
             if not _is_loaded(function, description):
+                pool.functions.add(function)
                 function.preload(description)
             return True
     return False
