@@ -106,7 +106,11 @@ INLINE void store_sums(float *p, Sums sums) { memcpy(p, &sums, sizeof sums); }
 
 /* LOW interleaves the first halves of two vectors, HIGH the second ones. FOLD takes lanes l and l + 8, l + 4, l + 2 and
  * l + 1 of partial sums together. */
+#ifdef __clang__
 #define SHUFFLE __builtin_shufflevector
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (I){__VA_ARGS__}) /* GCC before 12 lacks the other */
+#endif
 #define FOLD_4(f, v) v = f(v, SWAP_2(v)), v = f(v, SWAP_1(v))
 #if LANES == 16
 #define LANE (I){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
