@@ -12,6 +12,17 @@ class LockstepError(Exception):
 
     reported: bool
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that errors with an `__init__` of their own can be sent to other processes, too."""
+        return _error, (type(self), self.args, vars(self))
+
+
+def _error(kind: type[LockstepError], args: tuple[Any, ...], state: dict[str, Any]) -> LockstepError:
+    """An unpickled error."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
+
 
 class InputError(LockstepError):
     """Bad input: a flag, file, row, model folder or reward. The command line exits with code 2."""

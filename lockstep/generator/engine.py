@@ -134,6 +134,12 @@ class Engine:
         if self.scheduler.sizes:
             self.scheduler.max_tokens = self.scheduler.sizes[0]
 
+    def expect(self, sequences: int) -> None:
+        """Call before several `warm_up`, with the most sequences of any: they then make the same graphs whenever they
+        are repeated, as ranks do that divide the making of graphs."""
+        if sequences:
+            self.runner.expect(min(sequences, self.config.max_num_seqs))
+
     def check_cases(self) -> Work:
         """Launches on which to check the warmed-up graphs against eager, before the first request."""
         return self.runner.check_cases()

@@ -142,6 +142,10 @@ class Runner:
             ready.record()
         return Block(sequences, steps, version, words, ready, ended, prompt_words)
 
+    def expect(self, sequences: int) -> None:
+        """Let graphs have rows for `sequences` sequences, from the first `warm_up` on."""
+        self._sizes.set_largest(sequences)
+
     @torch.inference_mode()
     def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> list[int]:
         """Make the graphs, largest first, for up to `sequences` sequences with prompts of up to `prompt_tokens` tokens,

@@ -98,6 +98,9 @@ class ExactSizes:
     def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int) -> None:
         self._rows, self._cache, self.max_tokens, self.tokens = rows, cache, max_tokens, list[int]()
 
+    def set_largest(self, sequences: int) -> None:
+        """Nothing: sizes are exact."""
+
     def rows_for(self, sequences: int) -> int:
         return sequences
 
@@ -140,10 +143,11 @@ class BucketSizes(ExactSizes):
         self._least = least
         self.rows, self.tokens = row_buckets(rows.count, least), token_buckets(max_tokens)
         self.groups: dict[tuple[int, bool, bool], bool] = {}
+        self._expects = False  # `set_largest` was called
 
     def set_largest(self, sequences: int) -> None:
         """Set the largest graph's rows to what `sequences` sequences need."""
-        self.rows = row_buckets(sequences, self._least)
+        self.rows, self._expects = row_buckets(sequences, self._least), True
 
     def rows_for(self, sequences: int) -> int:
         if sequences > self.rows[0]:
@@ -164,7 +168,7 @@ class BucketSizes(ExactSizes):
         return self.groups.get((rows, truncated, greedy), pays)
 
     def mixed_graphs(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
-        if not self.max_tokens or sequences > self.rows[0]:
+        if not self._expects or sequences > self.rows[0]:
             self.set_largest(sequences)
         prompts = -(-sequences // samples)
         largest = smallest_bucket(self.tokens, min(prompts * prompt_tokens, self.tokens[0]))

@@ -151,7 +151,9 @@ def _make_trainer_graphs(run: TrainingSession) -> None:
 
 
 def _make_generator_graphs(run: TrainingSession) -> None:
-    sequences = run.world.generator_mesh.fsdp.max_local_items(run.config.trainer.prompts_per_step) * run.sampling.n
+    local = run.world.generator_mesh.fsdp.max_local_items
+    sequences = local(run.config.trainer.prompts_per_step) * run.sampling.n
+    run.engine.expect(max(sequences, local(run.config.task.validation_prompts)))
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
     _make_validation_graphs(run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -18,7 +19,8 @@ from lockstep.cache import fingerprint
 from lockstep.config import ParallelConfig, RunConfig
 from lockstep.distributed import ONE_PROCESS, World, join, torch_private, watchdog
 from lockstep.distributed.push import memory
-from lockstep.errors import InputError, PeerLost
+from lockstep.environments.remote import TurnRefused
+from lockstep.errors import FieldError, InputError, LockstepError, PeerLost, PromptTooLong
 from lockstep.session import processes
 
 
@@ -120,6 +122,22 @@ def test_ranks_of_another_installation_are_refused(monkeypatch: pytest.MonkeyPat
         processes.join_processes(RunConfig(device="cpu")),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FieldError("messages[0]", "messages[0] is empty"),
+        PromptTooLong(9, 8),
+        TurnRefused("late", "is late"),
+        PeerLost("x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_reach_other_ranks_as_what_they_are(error: LockstepError) -> None:
+    error.reported = True
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is type(error) and str(there) == str(error) and vars(there) == vars(error)
 
 
 def test_ranks_that_share_gpus_have_one_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,24 @@ def warm_up(run: TrainingSession) -> dict[str, int]:
     return {f.name: min(g.launches for g in f.graphs.values()) for f in run.runtime.programs if f.graphs}
 
 
+def test_the_generator_asks_for_the_same_graphs_again(monkeypatch: pytest.MonkeyPatch, shallow: Path) -> None:
+    """As a rank does that makes them for others first: for fewer sequences in training than in validation, too."""
+    config = config_of(captured=True, model=shallow)
+    run = build(replace(config, task=TaskConfig(easy=True, validation_prompts=5)))
+    asked: list[Any] = []
+    monkeypatch.setattr(run.engine.runner, "_run_mixed", lambda _, sizes, statics: asked.append((sizes, statics)))
+    monkeypatch.setattr(
+        run.engine.runner, "_decode_program", lambda rows: lambda _, **statics: asked.append((rows, statics))
+    )
+    passes = []
+    for _ in range(2):
+        session_warm_up._make_generator_graphs(run)
+        passes.append(asked[:])
+        asked.clear()
+    assert passes[0] == passes[1] and len(passes[0]) > 4
+    assert {sizes.rows for sizes, _ in passes[0] if not isinstance(sizes, int)} == {run.engine.runner._sizes.rows[0]}
+
+
 @pytest.mark.parametrize(("reads_own", "parts"), [(True, 2), (False, 1)])
 def test_ranks_make_graphs_side_by_side_where_nothing_is_gathered_between_them(
     monkeypatch: pytest.MonkeyPatch, shallow: Path, reads_own: bool, parts: int
