@@ -113,8 +113,11 @@ class Loop:
             critic_metrics: dict[str, Any] = {}
             if self.algorithm.has_token_advantages:
                 with self.world.deadline(f"the critic in step {step + 1}"), timings.measure("critic", on_device=True):
-                    rollouts = self._unmasked(r for g in groups for r in g.rollouts)
-                    critic_metrics = estimate_token_advantages(trainer, config.loss, batches, rollouts, kl)
+                    rollouts = [r for g in groups for r in g.rollouts]
+                    for rollout in rollouts:
+                        rollout.advantage = 0.0  # of those that the loss masks
+                    unmasked = self._unmasked(rollouts)
+                    critic_metrics = estimate_token_advantages(trainer, config.loss, batches, unmasked, kl)
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measure("forward_backward", on_device=True):
                     self._check_untrained(check_only, mini_batches[1:])

@@ -104,6 +104,14 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self.close()
 
 
+def add_to_step(path: Path, step: int, more: Mapping[str, Any]) -> None:
+    """Atomically add `more` to the records of `step`, and drop those of later steps."""
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
+        for line, record in _parse_lines(path):
+            if record["step"] <= step:
+                file.write(line if record["step"] < step else (to_json({**record, **more}) + "\n").encode())
+
+
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a JSON-lines file, without a torn last line. Raises `InputError` naming an unreadable line, or the
     file if it cannot be read."""

@@ -34,6 +34,7 @@ from .metrics import (
     SUMMARY_FILE,
     WAITS_FILE,
     MetricsWriter,
+    add_to_step,
     atomic_write,
     name_write_errors,
     read_records,
@@ -323,9 +324,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Validate after the latest step, recorded without, and add to its metrics; before `open_step_files`."""
         found, path = self.validate(loop, display, step), self.run_dir / METRICS_FILE
         if found and self.world.is_first and path.exists():
-            for latest in [record for record in read_records(path) if record["step"] == step - 1]:
-                with MetricsWriter(path, step - 1) as lines:
-                    lines.write(latest | found)
+            add_to_step(path, step - 1, found)
 
     def record_step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
         self._add_to_summary(metrics)

@@ -123,6 +123,7 @@ def run_evaluation(
     refuse(decides not in names, f"pass_reward {decides}: the rewards are {', '.join(names)}")
     result = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
     result |= _summarize(groups, ks, decides, settings.pass_threshold, names) | metrics
+    counts["groups_without_reward"] = len(problems) - len(groups)  # with those whose environment failed
     return result | {name: counts[name] for name in ("environment/errors", "groups_without_reward") if counts.get(name)}
 
 

@@ -504,6 +504,20 @@ def test_many_failures_in_a_row_end_the_run_with_the_first_ones_traceback(
     assert all(" sample " in one.splitlines()[-1] for one in told), "what happened stands last"
 
 
+def test_a_start_that_fails_costs_its_own_sample_alone(model: Decoder, expected: list[Any]) -> None:
+    class Once(Talk):
+        def start(self, row: Any, seed: int) -> Any:
+            if next(starts) == 3:
+                raise ConnectionError("once")
+            return super().start(row, seed)
+
+    starts = itertools.count()
+    found = collect(engine_of(model), Once, failures=Failures(allowed=2))
+    others = bits(found.groups + found.without_reward)
+    assert found.counts["environment/errors"] == 1 and len(others) == len(expected) - 1
+    assert all(other in expected for other in others)
+
+
 def test_a_cut_trajectory_went_well_between_failures(model: Decoder) -> None:
     """Each is cut by the limit of turns, or fails: never two failures in a row for long."""
 

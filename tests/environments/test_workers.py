@@ -59,6 +59,12 @@ def fragile(completions, **_):
     if "raise" in completions: raise ValueError("of course")
     return [1.0] * len(completions)
 
+def killed(completions, **_):
+    if os.fork() == 0:  # as a pool does, whose process keeps the worker's connection
+        time.sleep(60)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
 def with_torch(completions, **_):
     return ["torch" in sys.modules] * len(completions)
 """
@@ -117,6 +123,13 @@ def test_a_failing_call_costs_its_own_group_only(source: Path, workers: RewardWo
     message = f"reward fragile {reason} .for the 2 completions of step 3, group 1, rows line 1."
     with pytest.raises(InputError, match=message):
         score(load_rewards([spec], workers=workers), texts)
+
+
+def test_a_killed_worker_is_noticed_though_what_it_forked_lives(source: Path, workers: RewardWorkers) -> None:
+    began = time.monotonic()
+    with pytest.raises(InputError, match=r"reward killed ended its process \(signal SIGKILL\)"):
+        score(load_rewards([f"{source}:killed"], workers=workers), ["a"], (0,))
+    assert time.monotonic() - began < 30
 
 
 def test_an_interrupt_of_the_functions_own_is_a_failure(source: Path, workers: RewardWorkers) -> None:

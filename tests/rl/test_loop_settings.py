@@ -130,6 +130,14 @@ def test_masked_completions_weigh_nothing_and_the_means_are_trls(
     )
 
 
+def test_masked_completions_have_no_advantage_beside_a_critic(config: Callable[..., RunConfig]) -> None:
+    made = config(loss=LossConfig("ppo", mask_truncated_completions=True))
+    loop = Loop(made, build(made))
+    _, groups = loop.step(0)[:2]
+    assert {r.finish_reason for g in groups for r in g.rollouts} == {"length"}
+    assert [r.advantage for g in groups for r in g.rollouts] == [0.0] * sum(len(g.rollouts) for g in groups)
+
+
 @pytest.mark.parametrize("updates", [1, 3])
 def test_later_updates_have_the_support_that_was_sampled(
     config: Callable[..., RunConfig], updates: int, monkeypatch: pytest.MonkeyPatch

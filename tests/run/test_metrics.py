@@ -19,6 +19,7 @@ from lockstep.json_file import to_json
 from lockstep.run.metrics import (
     SUMMARY_FILE,
     MetricsWriter,
+    add_to_step,
     logprobs_digest,
     read_records,
     rollout_records,
@@ -95,6 +96,14 @@ def test_resuming_keeps_earlier_lines_byte_for_byte(tmp_path: Path) -> None:
     path.write_bytes(line + b'{"step": 1}\n')
     MetricsWriter(path, 1).close()
     assert path.read_bytes() == line
+
+
+def test_metrics_are_added_to_a_step_and_later_steps_go(tmp_path: Path) -> None:
+    path, line = tmp_path / "metrics.jsonl", b'{"b": 1.0e-3,   "step": 0}\n'
+    path.write_bytes(line + b'{"step": 1, "a": 2}\n{"step": 2}\n')
+    add_to_step(path, 1, {"c": 3})
+    assert path.read_bytes().startswith(line) and [*read_records(path)][1:] == [{"step": 1, "a": 2, "c": 3}]
+    assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize("cut", range(1, 12))

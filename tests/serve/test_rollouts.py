@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,6 +29,7 @@ from lockstep.run.replay import replay
 from lockstep.run.train import train
 from lockstep.serve.batcher import Job
 from lockstep.serve.bodies import CompletionBody
+from lockstep.serve.rollouts import server as rollout_server
 from lockstep.serve.routes.common import TextRequest
 from lockstep.types import SampleIdentity, SamplingParams
 
@@ -225,6 +227,14 @@ def test_a_player_that_fails_is_left_out_and_told_of(tmp_path: Path) -> None:
         in (tmp_path / "run" / "environment_errors.txt").read_text()
     )
     assert len(samples(tmp_path / "run")) == 4
+
+
+def test_turns_of_all_rollouts_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(rollout_server, "RolloutService", lambda *arguments: given.extend(arguments))
+    run = SimpleNamespace(config=SimpleNamespace(model="m"), world=SimpleNamespace(rank=0))
+    rollout_server.RolloutServer(run, SimpleNamespace(registry=SimpleNamespace(address=("127.0.0.1", 0))))
+    assert given[2].max_waiting >= 100_000
 
 
 def test_a_player_that_waits_is_told_when_the_run_ends(tmp_path: Path) -> None:

@@ -106,6 +106,21 @@ def test_a_sample_whose_environment_failed_is_left_out(config: RunConfig, tmp_pa
     assert result["pass@3/ci95"] == wilson_interval(result["pass@3"], 6) and "pass_unknown" not in result
 
 
+def test_a_problem_whose_environment_always_failed_is_counted(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from lockstep.environments import End, Environment\n\n\nclass Broken(Environment):\n    first = None\n\n"
+        "    def start(self, row, seed):\n        self.prompt = super().start(row, seed)\n"
+        "        type(self).first = self.first or self.prompt\n        return self.prompt\n\n"
+        "    def step(self, turn):\n        if self.prompt == self.first:\n            raise OSError('no tool')\n"
+        "        return End(1.0)\n"
+    )
+    task = replace(config.task, environment=f"{tmp_path / 'broken.py'}:Broken", reward=())
+    result = evaluate(replace(config, task=task), n=2)
+    assert result["groups_without_reward"] == 1 and result["environment/errors"] == 2
+    assert result["prompts"] == 6 and len(result["per_problem"]) == 5
+    assert "6 problems (1 left out, without a reward)" in render(result)
+
+
 def test_a_k_that_no_problem_has_samples_for_is_told(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(
         "from lockstep.environments import End, Environment\n\n\nclass Fails(Environment):\n    failed = set()\n\n"

@@ -126,16 +126,19 @@ class EpisodeRunner:
         """Encode the prompts, and request a first turn of all episodes that began alike at once."""
         beginnings: list[tuple[list[Episode], Any]] = []  # episodes that begin alike, and their prompt
         for started in ready:
-            episodes, prompts = [episode for episode, _ in started], [value for _, value in started]
-            failure = next((value for value in prompts if isinstance(value, Failure)), None)
-            failure = failure or prompt_failure(prompts, self._environment.begin_alike)
+            began = [(episode, prompt) for episode, prompt in started if not isinstance(prompt, Failure)]
+            for episode, value in started:
+                if isinstance(value, Failure):
+                    self._fail(episode, value)
+            episodes, prompts = [episode for episode, _ in began], [prompt for _, prompt in began]
+            failure = prompt_failure(prompts, self._environment.begin_alike)
             if failure is not None:
                 for episode in episodes:
                     self._fail(episode, failure)
-            elif all(prompt == prompts[0] for prompt in prompts):
+            elif len(began) == len(started) and all(prompt == prompts[0] for prompt in prompts):
                 beginnings.append((episodes, prompts[0]))
-            else:
-                beginnings += [([episode], prompt) for episode, prompt in started]
+            else:  # a request's samples have consecutive numbers
+                beginnings += [([episode], prompt) for episode, prompt in began]
         with self._timings.measure("encode"):
             encoded = [(episodes, self._encode_prompt(episodes, prompt)) for episodes, prompt in beginnings]
         if self._sampler is None and encoded:

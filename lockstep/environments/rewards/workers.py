@@ -7,11 +7,13 @@ Messages are pickles over a socket pair that only it and this process hold.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,6 +26,7 @@ from typing import Any
 from .calls import Arguments, Failed, Outcome
 
 _START_SECONDS = 120.0  # for importing the function's module
+_POLL_SECONDS = 0.5  # seconds between looks at whether the process is there
 
 
 class RewardWorkers:
@@ -128,12 +131,24 @@ class _Worker:
         except OSError:
             return self._failure_of_exit()
         try:
-            if not self._channel.poll(timeout):
+            if not self._wait_for_answer(timeout):
                 self.stop()
                 return Failed(f"gave no answer within {timeout:g} s and was stopped")
             return self._channel.recv()
         except (EOFError, OSError):
             return self._failure_of_exit()
+
+    def _wait_for_answer(self, timeout: float | None) -> bool:
+        """Whether the process answers in time. Raises `EOFError` if it has ended, although what it forked may keep the
+        connection open."""
+        assert self._channel is not None and self._process is not None
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._channel.poll(min(_POLL_SECONDS, max(0.0, until - time.monotonic()))):
+            if self._process.poll() is not None and not self._channel.poll():
+                raise EOFError
+            if time.monotonic() >= until:
+                return False
+        return True
 
     def _failure_of_exit(self) -> Failed:
         """The failure of a call whose process closed its connection."""

@@ -17,6 +17,7 @@ from ..settings import Settings
 from .routes import PREFIX, end_rollout, take_rollout
 from .service import Playing, RolloutService
 
+MAX_WAITING = 1 << 20  # turns that wait for a place: those of all rollouts of a step may
 START_TIMEOUT_S = 60.0  # seconds for the server, and what plays rollouts, to start or to end
 
 
@@ -32,7 +33,7 @@ class RolloutServer:
         host, port = environment.registry.address
         key = server_api_key() or None
         name, port = run.config.model or run.config.arch, port + run.world.rank * (port > 0)
-        self._settings = Settings(served_model_name=name, host=host, port=port, api_key=key)
+        self._settings = Settings(served_model_name=name, host=host, port=port, api_key=key, max_waiting=MAX_WAITING)
         self._settings.validate()
         self._environment, self._service = environment, RolloutService(run, environment, self._settings)
         self._started: Future[None] = Future()

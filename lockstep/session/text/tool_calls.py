@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...user_functions import is_unicode
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -151,13 +153,20 @@ def parse_call(value: Any, arguments: tuple[str, ...]) -> ToolCall | None:
     call_id = value.get("id")
     if not isinstance(call_id, str) or len(call_id) != CALL_ID_LENGTH:
         call_id = ""
-    return ToolCall(value["name"], json.dumps(given, ensure_ascii=False), call_id)
+    try:
+        text = json.dumps(given, ensure_ascii=False, allow_nan=False)  # 1e999 is read as an infinity
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(value["name"], text, call_id) if is_unicode(value["name"] + text) else None
 
 
 def parse_json(text: str) -> Any:
-    """The JSON value, or None if the text is not strict JSON (NaN is refused, since clients could not read it)."""
+    """The JSON value; None if the text is not strict JSON, or holds what clients could not read: NaN, an infinity, or
+    half a surrogate pair."""
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        return value
     except (ValueError, RecursionError):
         return None
 
