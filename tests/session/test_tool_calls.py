@@ -84,6 +84,7 @@ def test_an_id_that_no_template_takes_is_left_out() -> None:
         (HERMES, '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'),
         (HERMES, '<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>'),
         (HERMES, '<tool_call>{"name": "\\ud83d"}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("[" * 100 + "]" * 100)),
         (HARMONY, ' to=functions.f<|channel|>commentary<|message|>{"x": "\\ud83d"}'),
         (LLAMA, '{"name": "f", "parameters": {"x": -1e999}}'),
         (HERMES, '<tool_call>{"name": "f"}'),

@@ -23,6 +23,7 @@ Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "para
 _OPEN_THOUGHT, _CLOSE_THOUGHT = "<think>", "</think>"
 UNKNOWN_TOOL = "unknown"
 CALL_ID_LENGTH = 9  # characters of a call's id: Mistral's templates accept no other length
+MAX_DEPTH = 100  # levels of a call's arguments; a deeper one stays text
 Parsed = tuple[str, list[ToolCall]]  # the text without its calls, and the calls
 
 
@@ -153,22 +154,34 @@ def parse_call(value: Any, arguments: tuple[str, ...]) -> ToolCall | None:
     call_id = value.get("id")
     if not isinstance(call_id, str) or len(call_id) != CALL_ID_LENGTH:
         call_id = ""
-    try:
-        text = json.dumps(given, ensure_ascii=False, allow_nan=False)  # 1e999 is read as an infinity
-    except (ValueError, RecursionError):
-        return None
-    return ToolCall(value["name"], text, call_id) if is_unicode(value["name"] + text) else None
+    text = _readable_json(given)
+    return ToolCall(value["name"], text, call_id) if text is not None and is_unicode(value["name"]) else None
 
 
 def parse_json(text: str) -> Any:
-    """The JSON value; None if the text is not strict JSON, or holds what clients could not read: NaN, an infinity, or
-    half a surrogate pair."""
+    """The JSON value; None if the text is not strict JSON, or holds what clients could not read."""
     try:
         value = json.loads(text, parse_constant=refuse_constant)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        return value
     except (ValueError, RecursionError):
         return None
+    return None if _readable_json(value) is None else value
+
+
+def _readable_json(value: Any) -> str | None:
+    """The JSON of a value that a model wrote; None for what clients could not read: infinities (as which 1e999 is
+    read), half a surrogate pair, more than `MAX_DEPTH` levels."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError):
+        return None
+    return text if _is_nested_at_most(value, MAX_DEPTH) else None
+
+
+def _is_nested_at_most(value: Any, levels: int) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return not isinstance(value, list) or (levels > 0 and all(_is_nested_at_most(one, levels - 1) for one in value))
 
 
 def refuse_constant(constant: str) -> None:
