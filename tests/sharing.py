@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 
 CHANNELS = 16  # of NCCL, a thread block each, that the ranks of a GPU have together
 KV_CACHE_TOKENS = 1 << 16  # of each process that would plan it from memory which the others take too
+# After torchrun's own words, and before those that Python is given for a rank.
+AS_RANK = ["--no-python", "sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$@"', "rank", sys.executable]
 WHERE = "ranks share GPUs"  # what results of such ranks say of where they are from
 
 
@@ -26,8 +27,3 @@ def on_shared_gpus(ranks: int, gpus: int) -> dict[str, str]:
     few = {"NCCL_MAX_CTAS": str(max(1, CHANNELS * len(visible) // ranks))}
     sockets = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "4"}
     return {"CUDA_VISIBLE_DEVICES": ",".join(own), **few, **sockets}
-
-
-def as_rank(command: Sequence[str]) -> list[str]:
-    """What torchrun starts for a rank that shares its GPU, in place of Python with the words of a `command`."""
-    return ["--no-python", "sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$@"', "rank", sys.executable, *command]

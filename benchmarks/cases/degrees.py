@@ -38,7 +38,7 @@ from lockstep.models.checks import is_divisible
 from lockstep.models.hf.config import to_hf
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from sharing import WHERE, as_rank, on_shared_gpus
+from sharing import AS_RANK, WHERE, on_shared_gpus
 
 LIMIT_S = 570.0
 MOST_KERNELS = 16  # told of a decode step
@@ -300,10 +300,10 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
         torch.cuda.empty_cache()
     report.figures |= about | ({"where": WHERE} if shared else {})
     with tempfile.TemporaryDirectory() as folder:
-        part = [str(Path(__file__).parents[1] / "run.py"), "degrees", "--part", given.device]
-        part.append(json.dumps({**about, "folder": folder}))
+        start = [*torchrun(given.processes), *(AS_RANK if shared else [])]
+        command = [*start, str(Path(__file__).parents[1] / "run.py"), "degrees", "--part", given.device]
+        command.append(json.dumps({**about, "folder": folder}))
         where = on_shared_gpus(given.processes, torch.cuda.device_count()) if shared else {}
-        command = [*torchrun(given.processes), *(as_rank(part) if shared else part)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | where)
         _watched(process, Path(folder) / "found.json", partial(_keep, report))
     for degree in given.vllm:

@@ -24,7 +24,7 @@ from cases import seed_workload
 from common import Report, ended, torchrun
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from sharing import KV_CACHE_TOKENS, WHERE, as_rank, on_shared_gpus
+from sharing import AS_RANK, KV_CACHE_TOKENS, WHERE, on_shared_gpus
 
 LIMIT_S = 600.0  # of a way
 TIMES = ("step", "generate", "forward_backward", "optim_step", "sync")
@@ -56,8 +56,8 @@ def command(name: str, folder: Path, given: argparse.Namespace) -> list[str]:
     size = Size(prompts, samples, tokens, given.steps)
     own += ("--parallel.batch-shards", str(given.processes), "--optimizer.learning-rate", "1e-5")
     words = training(run_dir(name, folder), given.device, given.processes if several else 1, size, *own)
-    at = words.index("-m", len(torchrun(given.processes))) if several and given.ranks_share_gpu else 0
-    return [*words[:at], *as_rank(words[at:])] if at else words
+    launcher = len(torchrun(given.processes))
+    return [*words[:launcher], *AS_RANK, *words[launcher:]] if several and given.ranks_share_gpu else words
 
 
 class Size(NamedTuple):

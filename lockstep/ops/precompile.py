@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from threading import Thread
 from typing import Any
 
@@ -40,11 +41,10 @@ class _CompilePool(ThreadPoolExecutor):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for function in self.functions:
-            for kernels, *_ in function.device_caches.values():
-                for key, kernel in list(kernels.items()):
-                    if isinstance(kernel, FutureKernel) and kernel.kernel is None:
-                        del kernels[key]
+        for kernels, *_ in chain.from_iterable(f.device_caches.values() for f in self.functions):
+            for key, found in list(kernels.items()):
+                if isinstance(found, FutureKernel) and found.kernel is None:
+                    del kernels[key]
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         kernel, self.next_kernel = self.next_kernel, None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from processes import finished
-from sharing import as_rank, on_shared_gpus
+from sharing import AS_RANK, on_shared_gpus
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Launch:
     def __call__(self, ranks: int, script: Path, *arguments: str, **environment: str) -> Any:
         """The last line that the ranks print, as JSON; they end well."""
         start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        command = [str(script), *arguments]
+        start += AS_RANK if self.shared else []
         where = on_shared_gpus(ranks, torch.cuda.device_count()) if self.shared else {}
-        run = finished([*start, *(as_rank(command) if self.shared else command)], env=os.environ | where | environment)
+        run = finished([*start, str(script), *arguments], env=os.environ | where | environment)
         assert run.returncode == 0, run.stderr[-6000:]
         assert "terminate called" not in run.stderr
         return json.loads(run.stdout.splitlines()[-1])

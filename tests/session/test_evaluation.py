@@ -71,15 +71,22 @@ def config(model: Path, tmp_path: Path) -> RunConfig:
     return RunConfig(model=str(model), device="cpu", task=task, sampling=SamplingConfig(max_completion_length=6))
 
 
+def with_environment(config: RunConfig, folder: Path, source: str) -> TaskConfig:
+    """The configuration's task in the environment of this source, which alone rewards."""
+    (folder / "played.py").write_text(f"from lockstep.environments import End, Environment\n\n\n{source}")
+    name = source.removeprefix("class ").partition("(")[0]
+    return replace(config.task, environment=f"{folder / 'played.py'}:{name}", reward=())
+
+
 def test_an_environment_is_played(config: RunConfig, tmp_path: Path) -> None:
     """Its turns are sampled greedily, and its rewards stand beside the functions'."""
-    (tmp_path / "asks.py").write_text(
-        "from lockstep.environments import End, Environment\n\n\nclass Asks(Environment):\n    turns = 0\n\n"
+    source = (
+        "class Asks(Environment):\n    turns = 0\n\n"
         "    def step(self, turn):\n        self.turns += 1\n"
         "        return ' and?' if self.turns == 1 else self.cut()\n"
         "\n    def cut(self):\n        return End({'own': float(self.turns)}, functions=True)\n"
     )
-    task = replace(config.task, environment=f"{tmp_path / 'asks.py'}:Asks", max_turns=3)
+    task = replace(with_environment(config, tmp_path, source), max_turns=3, reward=config.task.reward)
     stops = tuple(map(chr, range(32, 127)))
     result = evaluate(replace(config, task=task, sampling=replace(config.sampling, stop=stops)), pass_reward="own")
     assert 1 < result["environment/turns"] <= 2 and result["rewards/own/mean"] == result["environment/turns"]
@@ -91,13 +98,13 @@ def test_an_environment_is_played(config: RunConfig, tmp_path: Path) -> None:
 
 def test_a_sample_whose_environment_failed_is_left_out(config: RunConfig, tmp_path: Path) -> None:
     """Its problem counts for each k of which it has so many samples left."""
-    (tmp_path / "fails.py").write_text(
-        "from lockstep.environments import End, Environment\n\n\nclass Fails(Environment):\n    made = 0\n\n"
+    source = (
+        "class Fails(Environment):\n    made = 0\n\n"
         "    def step(self, turn):\n        type(self).made += 1\n"
         "        if self.made == 3:\n            raise OSError('no tool')\n"
         "        return End({'own': float(self.made < 3)})\n"
     )
-    task = replace(config.task, environment=f"{tmp_path / 'fails.py'}:Fails", reward=())
+    task = with_environment(config, tmp_path, source)
     result = evaluate(replace(config, task=task), n=4, k=(1, 3, 4), pass_reward="own")
     assert sorted(row["n"] for row in result["per_problem"]) == [3, 4, 4, 4, 4, 4]
     shares = [row["passed"] / row["n"] for row in result["per_problem"]]
@@ -107,14 +114,14 @@ def test_a_sample_whose_environment_failed_is_left_out(config: RunConfig, tmp_pa
 
 
 def test_a_problem_whose_environment_always_failed_is_counted(config: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(
-        "from lockstep.environments import End, Environment\n\n\nclass Broken(Environment):\n    first = None\n\n"
+    source = (
+        "class Broken(Environment):\n    first = None\n\n"
         "    def start(self, row, seed):\n        self.prompt = super().start(row, seed)\n"
         "        type(self).first = self.first or self.prompt\n        return self.prompt\n\n"
         "    def step(self, turn):\n        if self.prompt == self.first:\n            raise OSError('no tool')\n"
         "        return End(1.0)\n"
     )
-    task = replace(config.task, environment=f"{tmp_path / 'broken.py'}:Broken", reward=())
+    task = with_environment(config, tmp_path, source)
     result = evaluate(replace(config, task=task), n=2)
     assert result["groups_without_reward"] == 1 and result["environment/errors"] == 2
     assert result["prompts"] == 6 and len(result["per_problem"]) == 5
@@ -122,15 +129,15 @@ def test_a_problem_whose_environment_always_failed_is_counted(config: RunConfig,
 
 
 def test_a_k_that_no_problem_has_samples_for_is_told(config: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(
-        "from lockstep.environments import End, Environment\n\n\nclass Fails(Environment):\n    failed = set()\n\n"
+    source = (
+        "class Fails(Environment):\n    failed = set()\n\n"
         "    def start(self, row, seed):\n        self.seed = seed\n        return super().start(row, seed)\n\n"
         "    def step(self, turn):\n"
         "        if self.seed not in self.failed:\n"
         "            self.failed.add(self.seed)\n            raise OSError('no tool')\n"
         "        return End({'own': 1.0})\n"
     )
-    task = replace(config.task, environment=f"{tmp_path / 'fails.py'}:Fails", reward=())
+    task = with_environment(config, tmp_path, source)
     result = evaluate(replace(config, task=task), n=3, k=(2, 3), pass_reward="own")
     assert result["pass@2"] == 1.0 and "pass@3" not in result and result["pass_unknown"] == [3]
     assert "  pass@3: no problem has 3 scored completions" in render(result).splitlines()
