@@ -8,7 +8,6 @@ compile or needs more shared memory than a block can have.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import subprocess
 import sys
@@ -48,8 +47,9 @@ from lockstep.ops.fused.backward import add_gradient, rms_norm_add, rotated_atte
 from lockstep.ops.linear import cublas, hopper_async
 from lockstep.ops.linear import triton as linear_triton
 from lockstep.ops.linear.choice import Choice
+from lockstep.ops.linear.kernels import KERNELS
 from lockstep.ops.moe import triton_grouped as grouped_kernels
-from lockstep.ops.records import AttentionGradient, Packed, Rotation
+from lockstep.ops.records import AttentionGradient, Epilogue, Packed, Rotation
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.step import score
@@ -66,6 +66,9 @@ MULTIPROCESSORS = 132
 PAGE_SIZE, PAGES, RESULTS = 16, 1024, 16
 ROWS = (1, 16, 32, 40, 128, 256)  # decoded at once: one for each bound of `linear_choice`
 LENGTHS = (256, 8192)  # of the longest sequence: one split of its keys, and several
+STORED = (  # products that store their words for other ranks
+    Choice("async", 64, 16, 64, 4, 4, 4), Choice("tma", 64, 16, 64, 4, 2), Choice("pipelined", 16, 32, 64, 4, 2),
+)  # fmt: skip
 TOP_P = SamplingParams(temperature=0.8, top_p=0.95)
 
 
@@ -217,9 +220,15 @@ def generate(model: Decoder) -> None:
     linear_triton.chain(chain, chain)
     linear_triton.chain(chain, chain, "linear_fp32")
     table, state = torch.empty(9, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
-    for rank, to_owners in itertools.product((0, 1, 7), (False, True)):  # of eight that generate together
-        launch_push(chain, to_owners, SharedMemory(rank, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64)))
     one_step = torch.empty(128, 128, dtype=model.embed.dtype)
+    for rank in (0, 1, 7):  # of eight that generate together
+        memory = SharedMemory(rank, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64))
+        for to_owners in (False, True):
+            launch_push(chain, to_owners, memory)
+        launch_push(chain, False, memory, store=False)
+        for tile in STORED:
+            operands = tile, one_step, one_step, one_step, Epilogue(peers=memory.peers)
+            KERNELS[tile.kernel].run("linear_add", *operands)
     hopper_async.run("linear", Choice("async", 64, 64, 128, 4, 3, 3), one_step, one_step)
 
 

@@ -88,7 +88,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "ops": (
         "compile_processes native.library pdl records rows",
-        "precompile",
+        "precompile triton_peers",
         "logprobs.philox operator",
         "logprobs.reference",
         "native",

@@ -16,21 +16,47 @@ SILU = "silu"
 ACTIVATIONS = (SILU, "gelu_tanh", "swiglu_clamped")  # for the gate of a gated product: see `activation.operator`
 
 
+SLOT = 1 << 19  # words in a slot, the most in one launch from rank to rank; beyond that a collective is as fast
+PARITIES = 2  # slots for each pair of ranks: a rank is at most one launch ahead of another, which may still be reading
+
+
+class Peers(NamedTuple):
+    """Where a kernel stores words for the other ranks: see `distributed/push`, which shares the memory.
+
+    Attributes:
+        addresses: int64 [ranks, or more]: addresses of each rank's slots, int64 [PARITIES, ranks, SLOT] with the
+            sender's rank in the middle.
+        state: int64, first the number of launches so far.
+    """
+
+    addresses: Tensor
+    state: Tensor
+    rank: int
+    ranks: int
+
+
 class Epilogue(NamedTuple):
     """What a product's kernel does to its float32 accumulator, besides what the kind of product implies.
 
     Attributes:
         bias_N: added before the result is rounded.
         activation: applied to the gate, one of `ACTIVATIONS`.
+        peers: where the result's words are stored as well.
     """
 
     bias_N: Tensor | None = None
     activation: str = SILU
+    peers: Peers | None = None
 
     @property
     def contiguous_bias(self) -> Tensor | None:
         """The bias as kernels read it."""
         return None if self.bias_N is None else self.bias_N.contiguous()
+
+    @property
+    def peer_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+        """`peers` as kernels take them."""
+        return self.peers or (None, None, 0, 1)
 
 
 PLAIN_EPILOGUE = Epilogue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Literal
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.distributed.push import triton as kernels
-    from lockstep.distributed.push.memory import PARITIES, SLOT, SharedMemory
+    from lockstep.distributed.push.memory import SharedMemory
+    from lockstep.ops.linear import triton as products
+    from lockstep.ops.linear.choice import Choice
+    from lockstep.ops.records import PARITIES, SLOT, Epilogue
 
 SHAPES = [
     (1, 8, torch.bfloat16),
@@ -83,6 +87,23 @@ class Interpreted:
         for memory in (ahead, behind):
             found = kernels.launch_push(second[memory.rank], False, memory, store=False)
             assert torch.equal(found, torch.cat(second, dim=1))
+
+    @pytest.mark.parametrize("kind", ["linear_add", "norm_gate_up"])
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_a_product_stores_its_words(self, ranks: int, kind: Literal["linear_add", "norm_gate_up"]) -> None:
+        memories, tile = group(ranks), Choice("pipelined", 16, 16, 32, 4, 3)
+        for seed, (rows, columns) in enumerate(((1, 16), (17, 40), (5, 18))):  # tiles that end within, and odd pairs
+            x, residual = (words(0, (rows, width, torch.bfloat16), seed) for width in (64, columns))
+            wide = columns * (2 if kind == "norm_gate_up" else 1)
+            own = []
+            for memory in memories:
+                weight = words(memory.rank, (wide, 64, torch.bfloat16), seed)
+                operands = kind, tile, x, weight, residual if kind == "linear_add" else None
+                own.append(products.run(*operands, Epilogue(peers=memory.peers)))
+                assert torch.equal(own[-1], products.run(*operands))
+            for memory in memories:
+                found = kernels.launch_push(own[memory.rank], False, memory, store=False)
+                assert torch.equal(found, torch.cat(own, dim=1))
 
     def test_rows_of_any_stride_are_pushed_whole(self) -> None:
         memories = group(2)

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import machine
+from lockstep import machine, ops
 from lockstep.config import ParallelConfig
 from lockstep.distributed import World, join
 from lockstep.distributed.push.memory import late_words
-from lockstep.distributed.push.operator import by_collective, push_columns
+from lockstep.distributed.push.operator import by_collective, push_columns, push_gate_up, push_linear_add
 from lockstep.errors import PeerLost
+from lockstep.ops.linear import choice
+from lockstep.ops.linear.choice import Choice
 
 SHAPES = ((8, 512, torch.bfloat16), (64, 768, torch.bfloat16), (64, 19008, torch.float32), (1, 24, torch.int32))
 SHARED = sys.argv[1:] == ["shared"]
@@ -81,19 +83,65 @@ def differing(world: World, shape: tuple[int, int, torch.dtype]) -> dict[str, An
     wrong = 0
     for to_owners in (False, True):
         moved = [f(inputs[0], axis.size, axis.group, to_owners) for f in (push_columns, by_collective)]
-        wrong += int((moved[0].view(torch.uint8) != moved[1].view(torch.uint8)).sum())
+        wrong += different(moved[:1], moved[1:])
     (pushed, found), (collective, expected) = (graph_of(world, f, inputs) for f in (push_columns, by_collective))
     for _ in range(ROUNDS):
         for i, x in enumerate(inputs):
             x.copy_(x.roll(1, 1) if i % 3 else x.flip(0))
         pushed.replay()
         collective.replay()
-        wrong += sum(
-            int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(found, expected, strict=True)
-        )
+        wrong += different(found, expected)
     if SHARED:
         return {"different": wrong}
     return {"different": wrong, "push_us": microseconds(pushed), "nccl_us": microseconds(collective)}
+
+
+TILES = [
+    Choice("async", 64, 8, 256, 4, 4, 3),
+    Choice("async", 16, 32, 256, 4, 3, 3),
+    Choice("tma", 64, 16, 256, 4, 4),
+    Choice("pipelined", 16, 32, 128, 4, 4, 0, True),
+    choice.LIBRARY,
+]
+
+
+def different(found: list[Tensor], expected: list[Tensor]) -> int:
+    return sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(found, expected, strict=True))
+
+
+def products(world: World) -> dict[str, Any]:
+    """Words of pushed products that differ from those of products and collectives, by each kernel, eagerly and in a
+    graph that is replayed with other rows."""
+    axis, wrong, depth, columns = world.generator_mesh.tp, 0, 1024, 96
+    down, gate_up = (
+        torch.randn(n, depth, device="cuda", generator=torch.Generator("cuda").manual_seed(world.rank)).bfloat16()
+        for n in (columns, 2 * columns)
+    )
+
+    def pushed(x: Tensor, own: Tensor) -> list[Tensor]:
+        ranks, group = axis.size, axis.group
+        return [*push_linear_add(x, down, own, ranks, group), *push_gate_up(x, gate_up, ranks, group)]
+
+    def collective(x: Tensor, own: Tensor) -> list[Tensor]:
+        results = ops.linear_add(x, down, own), ops.gate_up(x, gate_up)
+        return [part for y in results for part in (y, by_collective(y, axis.size, axis.group, False))]
+
+    for tile in TILES:
+        choice.overrides |= {(n, depth): tile for n in (columns, 2 * columns)}
+        for rows in (8, 17, 64) if tile.kernel == "tma" else (1, 8, 17, 64):
+            x, own = (torch.randn(rows, n, device="cuda").bfloat16() for n in (depth, columns))
+            dist.broadcast(x, 0)
+            wrong += different(pushed(x, own), collective(x, own))
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                found = [part for _ in range(3) for part in pushed(x, own)]
+            for _ in range(ROUNDS):
+                x.copy_(x.roll(1, 1))
+                graph.replay()
+                wrong += different(found, 3 * collective(x, own))
+    choice.overrides.clear()
+    return {"different": wrong}
 
 
 def replayed(world: World, replays: int, pushes: int) -> dict[str, Any]:
@@ -132,6 +180,7 @@ def main() -> None:
     ranks = machine.torchrun_launch().processes
     world = join(ParallelConfig(generator_tp=ranks, timeout=PATIENCE_S), "cuda")
     found: dict[str, Any] = {f"{shape[0]} x {shape[1]} {shape[2]}": differing(world, shape) for shape in SHAPES}
+    found["products"] = products(world)
     found |= {name: replayed(world, *size) for name, size in MANY.items()}
     every = world.gather(found)
     told = late(world)  # after it the device does nothing more

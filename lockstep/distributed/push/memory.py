@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ops.records import PARITIES, SLOT, Peers
 from .. import torch_private
 
-SLOT = 1 << 19  # words in a slot, the most in one launch from rank to rank; beyond that a collective is as fast
 WORD_BYTES = 8  # a word and its mark
-PARITIES = 2  # slots for each pair of ranks: a rank is at most one launch ahead of another, which may still be reading
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,11 @@ class SharedMemory:
     late: Tensor
     keep_alive: object = None
     members: tuple[int, ...] = ()
+
+    @property
+    def peers(self) -> Peers:
+        """Where the kernel of a product stores its words."""
+        return Peers(self.addresses, self.state, self.rank, self.ranks)
 
 
 class LateWords(NamedTuple):

@@ -1,10 +1,19 @@
-"""The operator, and its fallback by collectives."""
+"""The operators, and their fallback by collectives.
+
+In the two of products, to which `graph.passes.fuse` joins a product and its push, the product's kernel stores its words
+in the other ranks' memory, so that they are on their way before it has ended.
+
+Shape suffixes: T rows, K depth, N a rank's columns; D model dim, F a rank's feed-forward dim.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ...ops.linear.operator import gate_up, linear_add
+from ...ops.operator import operator
+from ...ops.records import SILU
 from .. import torch_private
 
 
@@ -46,3 +55,31 @@ def by_collective(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
         found = torch_private.all_gather(x.contiguous(), ranks, group)
     parts = torch_private.wait(found).view(ranks, -1, width)
     return torch.cat(parts.unbind(), dim=1)
+
+
+def _results(rows: int, columns: int, ranks: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    return like.new_empty(rows, columns), like.new_empty(rows, ranks * columns)
+
+
+@operator(
+    cuda="triton_products:push_linear_add",
+    fake=lambda x_TK, weight_NK, _, ranks, *__: _results(x_TK.shape[0], weight_NK.shape[0], ranks, x_TK),
+)
+def push_linear_add(
+    x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, ranks: int, group: str, bias_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`linear_add`, [T, N], and `push_columns` of it, [T, ranks * N]."""
+    own_TN = linear_add.on_cpu[x_TK.dtype](x_TK, weight_NK, residual_TN, bias_N)
+    return own_TN, by_collective(own_TN, ranks, group, False)
+
+
+@operator(
+    cuda="triton_products:push_gate_up",
+    fake=lambda x_TD, weight_ED, ranks, *_: _results(x_TD.shape[0], weight_ED.shape[0] // 2, ranks, x_TD),
+)
+def push_gate_up(
+    x_TD: Tensor, weight_ED: Tensor, ranks: int, group: str, activation: str = SILU
+) -> tuple[Tensor, Tensor]:
+    """`gate_up`, [T, F], and `push_columns` of it, [T, ranks * F]."""
+    own_TF = gate_up.on_cpu[x_TD.dtype](x_TD, weight_ED, activation)
+    return own_TF, by_collective(own_TF, ranks, group, False)

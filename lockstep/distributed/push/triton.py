@@ -13,6 +13,11 @@ A launch releases its dependents at once (programmatic dependent launch, `ops.pd
 weights while words are in transit. By then all programs of the push are running, so early dependents cannot take an SM
 that one of them needs.
 
+A product's kernel may store its words itself (`triton_products`), those for its own rank too. The launch that takes
+them begins while that kernel computes, which releases it once all kernels before it have ended: from then on the number
+of launches is known, and nobody else uses the output's memory. It ends after that kernel, so dependents may rely on
+both.
+
 Waits are bounded: a program whose words do not come in time reports to the host and traps, which ends all work on the
 device before stale words are used.
 """
@@ -25,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops import pdl
-from .memory import PARITIES, SLOT, SharedMemory, shared_memory
+from ...ops.records import PARITIES, SLOT
+from .memory import SharedMemory, shared_memory
 from .operator import by_collective
 
 BLOCK, NUM_WARPS = 1024, 4  # words that a program moves at a time, and its warps
@@ -107,12 +113,13 @@ def _push_kernel(
     own_ptr = x_ptr
     if TO_OWNERS:
         own_ptr += other * size
-    if PDL:
+    if PDL and STORE:
         pdl.gdc_wait()
-    launch = tl.load(state_ptr) + 1
+    launch = tl.load(state_ptr, cache_modifier=".cg") + 1  # never an old copy
     parity = launch % PARITIES * (RANKS * SLOT)
+    is_own = STORE and TAKE and other == rank  # these words need no slot
 
-    if STORE and other != rank:
+    if STORE and not is_own:
         for start in range(begin, end, BLOCK):
             at = start + tl.arange(0, BLOCK)
             word = tl.load(own_ptr + at, mask=at < end).to(tl.int64) & 0xFFFFFFFF
@@ -121,13 +128,15 @@ def _push_kernel(
     if TAKE:
         for start in range(begin, end, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            if other == rank:
+            if is_own:
                 words = tl.load(own_ptr + at, mask=at < end)
             else:
                 late = launch * RANKS + other
                 marked = _awaited(from_ptr + parity, at, at < end, launch, patience, late_ptr, late, POLLS)
                 words = marked.to(x_ptr.dtype.element_ty)
             tl.store(out_ptr + _place(at, width, other, RANKS), words, mask=at < end)
+        if PDL and not STORE:
+            pdl.gdc_wait()
         tl.debug_barrier()
         if tl.atomic_add(state_ptr + 1, 1) == RANKS * chunks - 1:  # the last program: all have read the launch number
             tl.store(state_ptr + 1, tl.zeros([], tl.int64))
@@ -143,16 +152,19 @@ def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
     return launch_push(words, to_owners, shared_memory(group)).view(x.dtype)
 
 
-def launch_push(x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True, take: bool = True) -> Tensor:
+def launch_push(
+    x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True, take: bool = True, out: Tensor | None = None
+) -> Tensor:
     """`push_columns` through shared memory. The two halves may be launched separately.
 
     Args:
         store: store this rank's words.
         take: wait for the words of the other ranks, and count the launch.
+        out: for the result; without `store`, nobody may read or write it since before `x` was computed.
     """
     words = _words(x)
     rows, width = words.shape[0] // (memory.ranks if to_owners else 1), words.shape[1]
-    out = words.new_empty(rows, memory.ranks * width)
+    out = words.new_empty(rows, memory.ranks * width) if out is None else out.view(words.dtype)
     chunks = min(CHUNKS, max(1, triton.cdiv(rows * width, BLOCK)))
     _push_kernel[(memory.ranks, chunks)](
         words, out, memory.addresses, memory.state, memory.rank, rows, width, memory.patience,

@@ -20,6 +20,8 @@ from .values import TensorValue, tensors_in
 
 COLLECTIVES = "_c10d_functional."
 PUSH = "lockstep.push_columns"  # all-gathers columns, or sends each row, with all its columns, to its owner
+# Operators of which the second result is a push of the first, and the place of the number of ranks in their arguments.
+PUSHED_PRODUCTS = {"lockstep.push_linear_add": 3, "lockstep.push_gate_up": 2}
 _REDUCES = frozenset(
     COLLECTIVES + name
     for name in (
@@ -73,7 +75,7 @@ class _Layout(NamedTuple):
 
 def communicates(node: fx.Node) -> bool:
     """Whether a call brings elements from other ranks."""
-    return op_name(node).startswith(COLLECTIVES) or op_name(node) == PUSH
+    return op_name(node).startswith(COLLECTIVES) or op_name(node) == PUSH or op_name(node) in PUSHED_PRODUCTS
 
 
 class CrossRankSums:
@@ -108,6 +110,8 @@ class CrossRankSums:
         """The elements in a call's result, and whether the call sums elements across ranks."""
         if name in _REDUCES:
             return None, True
+        if name in PUSHED_PRODUCTS:  # its results are handled item by item
+            return None, self._mixes(node)
         if communicates(node) and name != WAIT:
             return self._received(node, name), False
         given = [n for n in node.all_input_nodes if self._layout_of(n)]
@@ -148,9 +152,14 @@ class CrossRankSums:
         if name == GATHER_MANY or not self._is_computed(source):
             return None
         if name == PUSH:
-            return _Layout((frozenset(), frozenset({_Along(group, True)})))
+            return self._pushed(count, group)
         own = self._gathered(source, group)
         return own if name == GATHER else _Layout(own.dims, own.parts | {(group, node.name)})
+
+    def _pushed(self, ranks: Any, group: Any) -> _Layout:
+        """The elements of all ranks' columns."""
+        self._ranks[group] = ranks
+        return _Layout((frozenset(), frozenset({_Along(group, True)})))
 
     def _gathered(self, source: fx.Node, group: str) -> _Layout:
         """The elements of this tensor all-gathered along its first dimension."""
@@ -162,6 +171,8 @@ class CrossRankSums:
         source, number = node.args
         assert isinstance(source, fx.Node) and isinstance(number, int)
         name = op_name(source)
+        if (place := PUSHED_PRODUCTS.get(name)) and number == 1:
+            return self._pushed(*source.args[place : place + 2])
         if name == GATHER_MANY:
             shards: Any = source.args[0]
             return self._gathered(shards[number], str(source.args[2])) if self._is_computed(shards[number]) else None

@@ -1,4 +1,4 @@
-"""Fuses backward calls with their neighbours where one GPU kernel does both, with the same bits."""
+"""Fuses calls with their neighbours where one GPU kernel does both, with the same bits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ...ops.records import PLAIN, AttentionGradient, Packed, Rotation
 from ..ir.captured import Captured, aliased_arguments, op_name
+from ..ir.cross_rank_sums import PUSH, PUSHED_PRODUCTS
 from ..torch_private import trace as torch_trace
 from .rewrite import match_call, reachable_nodes, rewritten
 
@@ -18,7 +19,7 @@ ROTATION_ARGS = 2 + len(Rotation._fields)  # rotation's backward: gradient, proj
 
 
 def fuse(captured: Captured) -> tuple[Captured, str]:
-    """Replace groups of calls by the operators of `fused.backward`.
+    """Replace groups of calls by the operators of `fused.backward`, and of `distributed.push`.
 
     - The backward of attention and of its rotation. Autograd concatenates the gradients of queries and keys, and adds
       those of the values padded with zeros; the fused call writes all three in place. The addition would turn a -0
@@ -26,6 +27,7 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
     - The backward of a norm and the addition of the residual's gradient.
     - The embedding's backward and the addition to the LM head's gradient, where both share one table.
     - Gradient accumulation, moved right behind each gradient, which is then still in cache and can be freed early.
+    - A product and the push of its columns.
     """
     result = rewritten(captured)
     joins = {
@@ -33,6 +35,7 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
         "residual gradients with norms": _join_residual,
         "embeddings with LM heads": _join_table,
         "gradients added up as they come": _accumulate_early,
+        "products with pushes": _join_push,
     }
     counts = {what: sum(map(join, list(result.graph.nodes))) for what, join in joins.items()}
     return result, ", ".join(f"{count} {what}" for what, count in counts.items())
@@ -112,6 +115,41 @@ def _accumulate_early(addition: fx.Node) -> bool:
         _insert(addition, "lockstep.add_gradient", [total, grad])
     addition.graph.erase_node(addition)
     return True
+
+
+def _join_push(push: fx.Node) -> bool:
+    source: Any = push.args[0] if op_name(push) == PUSH else None
+    if not isinstance(source, fx.Node) or push.args[3]:  # to the rows' owners
+        return False
+    if op_name(source) == "lockstep.norm_gate_up":
+        source = _part_norm(source)
+    name = op_name(source).replace(".", ".push_")
+    if name not in PUSHED_PRODUCTS:
+        return False
+    place = PUSHED_PRODUCTS[name]
+    with push.graph.inserting_before(source):
+        both = _insert(source, name, [*source.args[:place], *push.args[1:3], *source.args[place:]])
+        parts = [push.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+    torch_trace.set_fake_value(both, tuple(map(torch_trace.fake_value, (source, push))))
+    for node, part in zip((source, push), parts, strict=True):
+        torch_trace.copy_tags(node, [part])
+        torch_trace.set_fake_value(part, torch_trace.fake_value(node))
+        node.replace_all_uses_with(part)
+    _erase(push, source)
+    return True
+
+
+def _part_norm(product: fx.Node) -> fx.Node:
+    """A product of a norm's result, in place of one that norms its rows, which is the same two kernels."""
+    x, weight, matrix, eps, *others = product.args
+    with product.graph.inserting_before(product):
+        norm = _insert(product, "lockstep.rms_norm", [x, weight, eps, *others[:1]])
+        found = _insert(product, "lockstep.gate_up", [norm, matrix, *others[1:]])
+    torch_trace.set_fake_value(norm, torch_trace.fake_value(cast(fx.Node, x)))
+    torch_trace.set_fake_value(found, torch_trace.fake_value(product))
+    product.replace_all_uses_with(found)
+    _erase(product)
+    return found
 
 
 def _last_early_use(grad: fx.Node, addition: fx.Node) -> fx.Node:

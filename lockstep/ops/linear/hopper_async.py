@@ -30,7 +30,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue
 from .choice import Choice, Kind, weight_tiles
-from .hopper_common import STAGES_KIB, WGMMA_ROWS, add_bias, apply_gate_rounded, barrier, loads_weights_early, operands
+from .hopper_common import (
+    STAGES_KIB,
+    WGMMA_ROWS,
+    add_bias,
+    apply_gate_rounded,
+    barrier,
+    loads_weights_early,
+    operands,
+    store_to_peers,
+)
 from .hopper_common import supports as supports
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # depends on Triton's version
@@ -80,7 +89,7 @@ def _start_wgmma(a, b, acc):
     return acc
 
 
-@gluon.jit(do_not_specialize=["rows", "ahead"])
+@gluon.jit(do_not_specialize=["rows", "ahead", "rank"])
 def _async_kernel(
     x_ptr,  # [rows, DEPTH]
     w_ptr,  # [columns, DEPTH], or [2 * columns, DEPTH] if GATED
@@ -93,6 +102,10 @@ def _async_kernel(
     w_stride,
     residual_stride,
     ahead,  # load weights before the previous kernel has ended
+    addresses_ptr,  # where the result is stored for other ranks, or None, and then so is the next
+    state_ptr,
+    rank,
+    RANKS: gl.constexpr,
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,  # of the gate
@@ -123,7 +136,8 @@ def _async_kernel(
     first_m, first_n = gl.program_id(0) % blocks_m * BLOCK_M, gl.program_id(0) // blocks_m * BLOCK_N
     w_shared = gl.allocate_shared_memory(dtype, [W_STAGES, WIDE, BLOCK_K], shared)
     if PDL:
-        pdl.gdc_launch_dependents()
+        if RANKS == 1:
+            pdl.gdc_launch_dependents()
         if ahead == 0:
             pdl.gdc_wait()
     for step in gl.static_range(w_lead):
@@ -131,17 +145,21 @@ def _async_kernel(
     async_copy.commit_group()
     if PDL:
         pdl.gdc_wait()
+        if RANKS > 1:
+            pdl.gdc_launch_dependents()  # the kernel that takes the words, see `push/triton`
     x_shared = gl.allocate_shared_memory(dtype, [X_STAGES, BLOCK_M, BLOCK_K], shared)
     for step in gl.static_range(x_lead):
         if step < steps:
             to = x_shared.index(step).slice(0, COPIED, dim=0)
             _start_copy(to, x_ptr, x_stride, first_m, rows, step * BLOCK_K, COPIED, BLOCK_K, False)
         async_copy.commit_group()
-    lanes: gl.constexpr = max(1, min(BLOCK_N // 8, 4))
-    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+    vector: gl.constexpr = 4 if RANKS > 1 else 8
+    lanes: gl.constexpr = max(1, min(BLOCK_N // vector, 32 // vector))
+    rowwise: gl.constexpr = gl.BlockedLayout([1, vector], [32 // lanes, lanes], [warps, 1], [1, 0])
     m = first_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, rowwise))
     n = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, rowwise))
-    inside = gl.expand_dims(m < rows, 1) & gl.expand_dims(n < columns, 0)
+    exists = m < rows
+    inside = gl.expand_dims(exists, 1) & gl.expand_dims(n < columns, 0)
     if ADD:
         at = residual_ptr + m.to(gl.int64)[:, None] * residual_stride + n[None, :]
         residual = gl.load(at, mask=inside, other=0.0)
@@ -175,6 +193,8 @@ def _async_kernel(
         value = gl.convert_layout(acc.to(dtype), rowwise)
     if ADD:
         value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
+    if RANKS > 1:
+        store_to_peers(value, m, exists, first_n, columns, addresses_ptr, state_ptr, rank, RANKS)
     gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
 
 
@@ -213,10 +233,11 @@ def run(
     """
     x_MK, out_MN, residual = operands(kind, x_MK, weight_NK, residual_MN)
     (rows, depth), columns = x_MK.shape, out_MN.shape[1]
+    *addressed, ranks = epilogue.peer_arguments
     copied = max(MIN_COPIED, triton.next_power_of_2(min(rows, choice.block_m)))
     _async_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         x_MK, weight_NK, residual, out_MN, epilogue.contiguous_bias, rows, columns, x_MK.stride(0), weight_NK.stride(0),
-        residual.stride(0), loads_weights_early(kind),
+        residual.stride(0), loads_weights_early(kind), *addressed, RANKS=ranks,
         DEPTH=depth, GATED=kind == "norm_gate_up", ACTIVATION=epilogue.activation, ADD=residual_MN is not None,
         BLOCK_M=choice.block_m, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, COPIED=copied, X_STAGES=choice.x_stages,
         W_STAGES=choice.num_stages, WGMMA=choice.block_m >= WGMMA_ROWS, **pdl.options(x_MK, num_warps=choice.num_warps),

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from .. import pdl
 from ..activation.triton import apply_gate
 from ..rows import aligned_rows
+from ..triton_peers import store_pairs
 from .choice import Choice, Kind, weight_tiles
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -33,6 +34,19 @@ def add_bias(acc, bias_ptr, first_n, columns):
     """The accumulator plus the bias of its columns, from `first_n` on."""
     n = first_n + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     return acc + gl.expand_dims(gl.load(bias_ptr + n, mask=n < columns, other=0.0).to(gl.float32), 0)
+
+
+@gluon.jit
+def store_to_peers(value, m, exists, first_n, columns, addresses_ptr, state_ptr, rank, RANKS: gl.constexpr):
+    """Store a tile for the other ranks, in pairs of columns: rows `m` that exist, and columns from `first_n` on."""
+    low, high = gl.split(gl.reshape(value, (value.shape[0], value.shape[1] // 2, 2)))
+    pairs: gl.constexpr = low.type.layout
+    row = gl.convert_layout(m, gl.SliceLayout(1, pairs))
+    exists = gl.convert_layout(exists, gl.SliceLayout(1, pairs))
+    word, width = first_n // 2 + gl.arange(0, low.shape[1], layout=gl.SliceLayout(0, pairs)), columns // 2
+    at = gl.expand_dims(row.to(gl.int64) * width, 1) + gl.expand_dims(word, 0)
+    inside = gl.expand_dims(exists, 1) & gl.expand_dims(word < width, 0)
+    store_pairs(low, high, at, inside, addresses_ptr, state_ptr, rank, RANKS)
 
 
 def supports(choice: Choice, weight_NK: Tensor) -> bool:

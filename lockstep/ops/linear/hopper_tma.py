@@ -27,7 +27,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue
 from .choice import Choice, Kind, weight_tiles
-from .hopper_common import STAGES_KIB, add_bias, apply_gate_rounded, barrier, loads_weights_early, operands
+from .hopper_common import (
+    STAGES_KIB,
+    add_bias,
+    apply_gate_rounded,
+    barrier,
+    loads_weights_early,
+    operands,
+    store_to_peers,
+)
 from .hopper_common import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # depends on Triton's version
@@ -45,7 +53,7 @@ def _start_weights_copy(w, columns, first_n, k, tiles, stage, ready, GATED: gl.c
         _copy(w, [first_n, k], ready, tiles.index(stage))
 
 
-@gluon.jit(do_not_specialize=["rows", "ahead"])
+@gluon.jit(do_not_specialize=["rows", "ahead", "rank"])
 def _tma_kernel(
     x,  # [BLOCK_M // (2 * PIECE), 2, max(rows - PIECE, PIECE), DEPTH]: the rows, and those a piece later; repeated
     w,  # [columns, DEPTH], or [2 * columns, DEPTH] if GATED
@@ -56,6 +64,10 @@ def _tma_kernel(
     columns,
     residual_stride,
     ahead,  # load weights before the previous kernel has ended
+    addresses_ptr,  # where the result is stored for other ranks, or None, and then so is the next
+    state_ptr,
+    rank,
+    RANKS: gl.constexpr,
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,  # of the gate
@@ -84,7 +96,8 @@ def _tma_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
     if PDL:
-        pdl.gdc_launch_dependents()
+        if RANKS == 1:
+            pdl.gdc_launch_dependents()
         if ahead == 0:
             pdl.gdc_wait()
     for i in gl.static_range(lead):
@@ -92,15 +105,19 @@ def _tma_kernel(
         _start_weights_copy(w, columns, first_n, i * BLOCK_K, w_tiles, i, ready.index(i), GATED)
     if PDL:
         pdl.gdc_wait()
+        if RANKS > 1:
+            pdl.gdc_launch_dependents()  # the kernel that takes the words, see `push/triton`
     for i in gl.static_range(lead):
         _copy(x, [0, 0, first_m, i * BLOCK_K], ready.index(i), x_tiles.index(i))
-    lanes: gl.constexpr = max(1, min(BLOCK_N // 8, 4))
-    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+    vector: gl.constexpr = 4 if RANKS > 1 else 8
+    lanes: gl.constexpr = max(1, min(BLOCK_N // vector, 32 // vector))
+    rowwise: gl.constexpr = gl.BlockedLayout([1, vector], [32 // lanes, lanes], [warps, 1], [1, 0])
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, rowwise))
     own = m < 2 * PIECE  # not repeated
     m = first_m + m // PIECE * min(PIECE, rows - PIECE) + m % PIECE
     n = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, rowwise))
-    inside = gl.expand_dims(own & (m < rows), 1) & gl.expand_dims(n < columns, 0)
+    exists = own & (m < rows)
+    inside = gl.expand_dims(exists, 1) & gl.expand_dims(n < columns, 0)
     if ADD:
         at = residual_ptr + m.to(gl.int64)[:, None] * residual_stride + n[None, :]
         residual = gl.load(at, mask=inside, other=0.0)
@@ -134,6 +151,8 @@ def _tma_kernel(
         value = gl.convert_layout(acc.to(dtype), rowwise)
     if ADD:
         value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
+    if RANKS > 1:
+        store_to_peers(value, m, exists, first_n, columns, addresses_ptr, state_ptr, rank, RANKS)
     gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
 
 
@@ -166,13 +185,14 @@ def run(
     (rows, depth), columns = x_MK.shape, out_MN.shape[1]
     piece = min(choice.block_m // 2, 1 << (rows.bit_length() - 1))  # two pieces cover all rows of a block
     assert depth % choice.block_k == 0 and depth > choice.block_k and choice.num_stages > 1
+    *addressed, ranks = epilogue.peer_arguments
     further = min(piece, rows - piece) * x_MK.stride(0)
     shape = choice.block_m // (2 * piece), 2, max(rows - piece, piece), depth
     pieces = x_MK.as_strided(shape, (0, further, *x_MK.stride()))
     _tma_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         TensorDescriptor.from_tensor(pieces, [shape[0], 2, piece, choice.block_k], PIECES),
         TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS), residual, out_MN,
-        epilogue.contiguous_bias, rows, columns, residual.stride(0), loads_weights_early(kind),
+        epilogue.contiguous_bias, rows, columns, residual.stride(0), loads_weights_early(kind), *addressed, RANKS=ranks,
         DEPTH=depth, GATED=kind == "norm_gate_up", ACTIVATION=epilogue.activation, ADD=residual_MN is not None,
         BLOCK_M=choice.block_m, PIECE=piece, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, STAGES=choice.num_stages,
         **pdl.options(x_MK, num_warps=choice.num_warps),

@@ -17,7 +17,7 @@ from ..norm.triton import rms_norm
 from ..records import PLAIN_EPILOGUE, SILU, Epilogue
 from . import choice as linear_choice
 from . import cublas, triton
-from .choice import Choice, Kind
+from .choice import Choice, Kind, weight_tiles
 
 
 class ProductKernel(Protocol):
@@ -52,6 +52,9 @@ else:
     KERNELS |= {"async": hopper_async, "tma": hopper_tma}
 
 
+STORE_TO_PEERS = {"pipelined", "async", "tma"}  # whose kernels know `Epilogue.peers`
+
+
 def register(name: str, kernel: ProductKernel) -> None:
     """Add a kernel from outside the package. It computes every shape for which it has candidates, by the first."""
     KERNELS[name] = kernel
@@ -73,9 +76,15 @@ def product(
     if x_MK.dtype != torch.bfloat16:
         raise TypeError(f"the GPU path computes in bfloat16, got {x_MK.dtype}")
     choice = choose(kind, x_MK.shape[0], weight_NK, epilogue.bias_N is not None)
-    is_plain = epilogue.bias_N is None and epilogue.activation == SILU
+    is_plain = epilogue.bias_N is None and epilogue.activation == SILU and epilogue.peers is None
     extra = () if is_plain else (epilogue,)  # kernels from outside may not take one
     return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN, *extra)
+
+
+def stores_to_peers(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> bool:
+    """Whether the kernel that is chosen for this shape stores its result for other ranks (`Epilogue.peers`)."""
+    is_paired = weight_NK.shape[0] % (2 * weight_tiles(kind)) == 0
+    return is_paired and choose(kind, rows, weight_NK, biased).kernel in STORE_TO_PEERS
 
 
 linear_fp32 = partial(product, "linear_fp32")

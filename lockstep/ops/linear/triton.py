@@ -30,6 +30,7 @@ from .. import pdl
 from ..activation.triton import apply_gate
 from ..records import PLAIN_EPILOGUE, Epilogue
 from ..rows import unit_inner
+from ..triton_peers import store_pairs
 from .choice import CHAIN, Choice, Kind, weight_tiles
 
 SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 128, 64, 8, 3)
@@ -54,7 +55,7 @@ def add_bias(acc, bias_ptr, n, columns):
     return acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", "early"])
+@triton.jit(do_not_specialize=["rows", "early", "rank"])
 def _linear_kernel(
     x_ptr,  # [rows, depth]
     w_ptr,  # [columns, depth], or [2 * columns, depth] if GATED
@@ -68,6 +69,10 @@ def _linear_kernel(
     w_stride,
     residual_stride,
     early,  # release the dependents at the start, not after the loop
+    addresses_ptr,  # where the result is stored for other ranks, or None, and then so is the next
+    state_ptr,
+    rank,
+    RANKS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of the gate
     ADD: tl.constexpr,
@@ -88,9 +93,11 @@ def _linear_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if PDL:
-        if early:
+        if early and RANKS == 1:
             pdl.gdc_launch_dependents()
         pdl.gdc_wait()
+        if RANKS > 1:
+            pdl.gdc_launch_dependents()  # the kernel that takes the words, see `push/triton`
     if ADD:
         residual = residual_ptr + m.to(tl.int64)[:, None] * residual_stride + n[None, :]
         residual = tl.load(residual, mask=inside_out, other=0.0)
@@ -114,7 +121,13 @@ def _linear_kernel(
         acc = apply_gate(acc.to(dtype).to(tl.float32), acc_up.to(dtype).to(tl.float32), ACTIVATION)
     if ADD:
         acc = residual.to(tl.float32) + acc.to(dtype).to(tl.float32)
-    tl.store(out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :], acc.to(dtype), mask=inside_out)
+    acc = acc.to(dtype)
+    if RANKS > 1:
+        low, high = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+        word, width = block_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2), columns // 2
+        at, exists = m.to(tl.int64)[:, None] * width + word[None, :], inside & (word < width)[None, :]
+        store_pairs(low, high, at, exists, addresses_ptr, state_ptr, rank, RANKS)
+    tl.store(out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :], acc, mask=inside_out)
 
 
 def supports(choice: Choice, weight_NK: Tensor) -> bool:
@@ -157,9 +170,10 @@ def run(
     (rows, depth), columns = x_MK.shape, w_NK.shape[0] // weight_tiles(kind)
     out_MN = torch.empty((rows, columns), dtype=dtype, device=x_MK.device)
     residual = out_MN if residual_MN is None else unit_inner(residual_MN)
+    *addressed, ranks = epilogue.peer_arguments
     _linear_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         x_MK, w_NK, residual, out_MN, epilogue.contiguous_bias, rows, columns, depth, x_MK.stride(0), w_NK.stride(0),
-        residual.stride(0), choice.early,
+        residual.stride(0), choice.early, *addressed, RANKS=ranks,
         GATED=is_gated, ACTIVATION=epilogue.activation, ADD=residual_MN is not None, BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, EVEN_K=depth % choice.block_k == 0,
         **pdl.options(x_MK, num_warps=choice.num_warps, num_stages=choice.num_stages),

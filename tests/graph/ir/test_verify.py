@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.distributed.push.operator import push_columns
+from lockstep.distributed.push.operator import push_columns, push_linear_add
 from lockstep.graph import GraphError, GraphLauncher, Inputs, backward, capture, verify
 
 TABLE = torch.randn(4, 4)  # a module's global: no closure gives it away
@@ -90,6 +90,10 @@ def pushed(x: Tensor) -> Tensor:
     return push_columns(x * 2, 2, "@tp", False)
 
 
+def pushed_product(x: Tensor) -> tuple[Tensor, Tensor]:
+    return push_linear_add(x * 2, torch.ones_like(x), x, 2, "@tp")
+
+
 def pieces(x: Tensor) -> list[Tensor]:
     return [piece.flatten(1) for piece in x.unflatten(1, (2, 4)).split(2, dim=2)]
 
@@ -136,6 +140,8 @@ ADDED = {
     "linear_add": products,
     "sum of columns": lambda x: columns(x).view(4, 2, 2).sum(1).repeat(1, 2),
     "sum of what was pushed": lambda x: pushed(x).view(4, 2, 4).sum(1),
+    "sum of a product that was pushed": lambda x: pushed_product(x)[1].view(4, 2, 4).sum(1),
+    "a product that was pushed, and its own": lambda x: pushed_product(gathered(x)[0])[0] + x * 2,
     "sum in another order": lambda x: (
         gathered(x).permute(1, 2, 0).reshape(4, 8).view(4, 2, 4).sum(2, True).expand(4, 2, 2).reshape(4, 4)
     ),
@@ -157,6 +163,8 @@ WORDS = {
     "to their owners": lambda x: torch.cat(exchanged(x).view(2, 4, 2).unbind(), dim=1),
     "in another order": lambda x: gathered(x).flip(0).flatten(0, 1)[:4],
     "pieces of what was pushed": lambda x: ops.linear_add(*pieces(pushed(x)), x),
+    "own columns of a product that was pushed": lambda x: pushed_product(x)[0] + x,
+    "pieces of a product that was pushed": lambda x: ops.linear_add(*pieces(pushed_product(x)[1]), x),
     "sums of what each rank has": lambda x: pushed(x).view(4, 2, 2, 2).sum(3).flatten(1),
     "the largest": lambda x: gathered(x).amax(0),
     "whole numbers": lambda x: gathered(x.int()).sum(0).float(),

@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import ops
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
+from lockstep.distributed.collectives import all_gather_columns, columns_to_rows
+from lockstep.distributed.mesh import Axis
+from lockstep.distributed.push import operator as push
 from lockstep.graph import Captured, Inputs, Runtime, capture, pipeline, run_passes
 from lockstep.graph.ir.captured import op_name
 from lockstep.models import ModelConfig
@@ -202,6 +205,33 @@ def test_a_gradient_is_added_as_it_is_where_it_was_added() -> None:
     after = run_passes(before, pipeline(CompileConfig(), on_gpu=True))
     assert calls(after)["lockstep.add_gradient"] == 3
     assert all(map(torch.equal, gradients(after, inputs), gradients(before, inputs)))
+
+
+def pushed_products(t: Inputs) -> dict[str, Tensor]:
+    """A layer's products that two ranks share, of which each pushes its columns; one push goes to the rows' owners."""
+    axis, p, x = Axis("tp", 2, 1, pushes=True), t.param, t.user["x"]
+    gated = ops.norm_gate_up(x, p["norm"], p["gate_up"], 1e-6, 1.0, "gelu_tanh")
+    own = ops.linear_add(all_gather_columns((gated,), axis)[0], p["down"], x[:, :4], p["bias"])
+    (whole,) = all_gather_columns((own,), axis)
+    plain = all_gather_columns((ops.gate_up(whole, p["gate_up"]),), axis)[0]
+    return {"own": own * 2, "plain": plain, "owners": columns_to_rows(ops.linear_add(x, p["square"], x), axis)}
+
+
+def test_a_product_and_the_push_of_its_columns_become_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "by_collective", lambda x, ranks, *_: x.repeat(1, ranks))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"norm": (8,), "gate_up": (24, 8), "down": (4, 24), "bias": (4,), "square": (8, 8)}
+    parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    inputs = Inputs(param=parameters, user={"x": torch.randn(6, 8, generator=generator)})
+    with torch.no_grad():
+        before = capture("pushed", pushed_products, inputs)
+        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+        assert (calls(before)["lockstep.push_columns"], calls(after)["lockstep.push_columns"]) == (4, 1)
+        assert (calls(after)["lockstep.push_linear_add"], calls(after)["lockstep.push_gate_up"]) == (1, 2)
+        assert calls(after)["lockstep.rms_norm"] == 1 and not calls(after)["lockstep.norm_gate_up"]
+        assert "3 products with pushes" in after.log[-1]
+        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    assert len(found[0]) == len(found[1]) == 3 and all(map(torch.equal, *found))
 
 
 def test_a_cpu_keeps_its_graphs() -> None:

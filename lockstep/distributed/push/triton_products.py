@@ -1,0 +1,41 @@
+"""Pushed products on GPUs: the product's kernel stores its words for the other ranks, and a second one takes theirs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...ops.linear import kernels
+from ...ops.linear.choice import Kind, weight_tiles
+from ...ops.records import SILU, SLOT, Epilogue
+from .memory import shared_memory
+from .triton import launch_push, push_columns
+
+
+def push_linear_add(
+    x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, ranks: int, group: str, bias_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return _push_product("linear_add", (x_TK, weight_NK, residual_TN), Epilogue(bias_N), ranks, group)
+
+
+def push_gate_up(
+    x_TD: Tensor, weight_ED: Tensor, ranks: int, group: str, activation: str = SILU
+) -> tuple[Tensor, Tensor]:
+    return _push_product("norm_gate_up", (x_TD, weight_ED, None), Epilogue(activation=activation), ranks, group)
+
+
+def _push_product(
+    kind: Kind, operands: tuple[Tensor, Tensor, Tensor | None], epilogue: Epilogue, ranks: int, group: str
+) -> tuple[Tensor, Tensor]:
+    """The product and all ranks' columns of it. A kernel that cannot store them, or has more than a slot holds, is
+    followed by a whole push."""
+    x_TK, weight_NK, residual_TN = operands
+    rows, columns = x_TK.shape[0], weight_NK.shape[0] // weight_tiles(kind)
+    words = rows * columns // 2
+    stored = 0 < words <= SLOT and kernels.stores_to_peers(kind, rows, weight_NK, epilogue.bias_N is not None)
+    if not stored:
+        own_TN = kernels.product(kind, x_TK, weight_NK, residual_TN, epilogue)
+        return own_TN, push_columns(own_TN, ranks, group, False)
+    memory = shared_memory(group)
+    all_TN = x_TK.new_empty(rows, ranks * columns)  # before the product, in whose operands' memory it may not lie
+    own_TN = kernels.product(kind, x_TK, weight_NK, residual_TN, epilogue._replace(peers=memory.peers))
+    return own_TN, launch_push(own_TN, False, memory, store=False, out=all_TN)
