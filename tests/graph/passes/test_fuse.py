@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import ops
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.distributed.collectives import all_gather_columns, columns_to_rows
+from lockstep.distributed.collectives import all_gather_columns
 from lockstep.distributed.mesh import Axis
 from lockstep.distributed.push import operator as push
 from lockstep.graph import Captured, Inputs, Runtime, capture, pipeline, run_passes
@@ -214,11 +214,17 @@ def pushed_products(t: Inputs) -> dict[str, Tensor]:
     own = ops.linear_add(all_gather_columns((gated,), axis)[0], p["down"], x[:, :4], p["bias"])
     (whole,) = all_gather_columns((own,), axis)
     plain = all_gather_columns((ops.gate_up(whole, p["gate_up"]),), axis)[0]
-    return {"own": own * 2, "plain": plain, "owners": columns_to_rows(ops.linear_add(x, p["square"], x), axis)}
+    owners = push.push_columns(ops.linear_add(x, p["square"], x), axis.size, axis.group, True)
+    return {"own": own * 2, "plain": plain, "owners": owners}
 
 
 def test_a_product_and_the_push_of_its_columns_become_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "by_collective", lambda x, ranks, *_: x.repeat(1, ranks))
+
+    def alike(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
+        """As if all ranks had the same."""
+        return x[: len(x) // ranks if to_owners else None].repeat(1, ranks)
+
+    monkeypatch.setattr(push, "by_collective", alike)
     generator = torch.Generator().manual_seed(0)
     shapes = {"norm": (8,), "gate_up": (24, 8), "down": (4, 24), "bias": (4,), "square": (8, 8)}
     parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
