@@ -193,6 +193,8 @@ CATALOGUES = {"algorithms": 24, "models/families": 24, "environments/tasks": 24}
 MOST_ARGUMENTS = 6
 LONG_SIGNATURES = {
     "api.train",
+    "distributed.push.operator.push_attention_decode",
+    "distributed.push.triton_products.push_attention_decode",
     "ops.attention.operator.attention_decode",
     "ops.attention.triton_decode.attention_decode",
     "ops.attention.triton_flex._make_attend.attend",

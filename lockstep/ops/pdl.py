@@ -25,11 +25,14 @@ HOPPER = (9, 0)
 
 
 @triton.jit
-def release_and_wait(PDL: tl.constexpr):
-    """With PDL, release the dependents, then wait for the previous kernel."""
+def release_and_wait(PDL: tl.constexpr, LATE: tl.constexpr = False):
+    """With PDL, release the dependents, then wait for the previous kernel; if LATE, the other way round."""
     if PDL:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         gdc_wait()
+        if LATE:
+            gdc_launch_dependents()
 
 
 @functools.cache

@@ -8,7 +8,7 @@ M words per result, N steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -35,6 +35,13 @@ class Peers(NamedTuple):
     ranks: int
 
 
+def peer_arguments(peers: Peers | None) -> dict[str, Any]:
+    """A kernel's arguments for where to store its result for other ranks; none without any."""
+    if peers is None:
+        return {}
+    return {"addresses_ptr": peers.addresses, "state_ptr": peers.state, "rank": peers.rank, "RANKS": peers.ranks}
+
+
 class Epilogue(NamedTuple):
     """What a product's kernel does to its float32 accumulator, besides what the kind of product implies.
 
@@ -52,11 +59,6 @@ class Epilogue(NamedTuple):
     def contiguous_bias(self) -> Tensor | None:
         """The bias as kernels read it."""
         return None if self.bias_N is None else self.bias_N.contiguous()
-
-    @property
-    def peer_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int]:
-        """`peers` as kernels take them."""
-        return self.peers or (None, None, 0, 1)
 
 
 PLAIN_EPILOGUE = Epilogue()

@@ -14,9 +14,10 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.distributed.push import triton as kernels
     from lockstep.distributed.push.memory import SharedMemory
+    from lockstep.ops.attention import triton_decode as attention
     from lockstep.ops.linear import triton as products
     from lockstep.ops.linear.choice import Choice
-    from lockstep.ops.records import PARITIES, SLOT, Epilogue
+    from lockstep.ops.records import PARITIES, SLOT, Contexts, Epilogue, KVPages, Rotation
 
 SHAPES = [
     (1, 8, torch.bfloat16),
@@ -104,6 +105,26 @@ class Interpreted:
             for memory in memories:
                 found = kernels.launch_push(own[memory.rank], False, memory, store=False)
                 assert torch.equal(found, torch.cat(own, dim=1))
+
+    @pytest.mark.parametrize("split", [4096, 64])  # of keys: contexts of one and of two
+    def test_attention_stores_its_words(self, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(attention, "KEY_SPLIT", split)
+        memories, (rows, heads, head_dim, page, pages) = group(2), (3, 2, 16, 16, 8)
+        table = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
+        context, cos_sin = torch.tensor([5, 64, 100], dtype=torch.int32), words(7, (rows, head_dim, torch.float32), 0)
+        slots = torch.arange(rows) * pages * page + context - 1
+        own = []
+        for memory in memories:
+            rotation = Rotation(None, None, cos_sin, heads, 1, 1e-6)
+            caches = words(memory.rank, (2 * rows * pages * page, head_dim, torch.float16), 3)
+            qkv = words(memory.rank, (rows, (heads + 2) * head_dim, torch.float16), 4)
+            cache = KVPages(*caches.view(2, rows * pages, page, 1, head_dim))
+            arguments = qkv, rotation, cache, slots, Contexts(table, context, pages * page)
+            own.append(attention.attention_decode(*arguments, peers=memory.peers).flatten(1))
+            assert torch.equal(own[-1], attention.attention_decode(*arguments).flatten(1))
+        for memory in memories:
+            found = kernels.launch_push(own[memory.rank], False, memory, store=False)
+            assert torch.equal(found, torch.cat(own, dim=1))
 
     def test_rows_of_any_stride_are_pushed_whole(self) -> None:
         memories = group(2)

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from lockstep import machine, ops
 from lockstep.config import ParallelConfig
 from lockstep.distributed import World, join
 from lockstep.distributed.push.memory import late_words
-from lockstep.distributed.push.operator import by_collective, push_columns, push_gate_up, push_linear_add
+from lockstep.distributed.push.operator import (
+    by_collective,
+    push_attention_decode,
+    push_columns,
+    push_gate_up,
+    push_linear_add,
+)
 from lockstep.errors import PeerLost
 from lockstep.ops.linear import choice
 from lockstep.ops.linear.choice import Choice
@@ -161,6 +168,41 @@ def replayed(world: World, replays: int, pushes: int) -> dict[str, Any]:
     return {"boundaries": replays * pushes, "different": wrong, "seconds": time.monotonic() - begun}
 
 
+def attention(world: World) -> dict[str, Any]:
+    """Words of pushed attention that differ from those of attention and a collective: of short and long contexts, of a
+    few rows and many, and in groups."""
+    axis, wrong, heads, head_dim, page = world.generator_mesh.tp, 0, 8, 128, 16
+    for lengths, shared in (([1, 64, 300], 0), ([200] * 160, 0), ([4097, 30, 9000], 0), ([300] * 8, 256)):
+        rows, pages = len(lengths), -(-max(lengths) // page)
+        context = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+        table = torch.arange(rows * pages, device="cuda", dtype=torch.int32).view(rows, pages)
+        table[:, : shared // page] = table[0, : shared // page]
+        slots = table.gather(1, ((context - 1) // page).long().unsqueeze(1)).squeeze(1).long() * page
+        slots += (context - 1) % page
+        norm = torch.ones(head_dim, device="cuda").bfloat16()
+        rotation = ops.Rotation(norm, norm, torch.randn(rows, head_dim, device="cuda"), heads, 2, 1e-6)
+        caches = torch.randn(2, rows * pages, page, 2, head_dim, device="cuda").bfloat16()
+        groups = ops.NO_GROUPS
+        if shared:
+            members = torch.arange(rows, device="cuda", dtype=torch.int32).view(1, rows)
+            groups = ops.PrefixGroups(members, torch.full_like(context, shared))
+        qkv = torch.randn(rows, (heads + 4) * head_dim, device="cuda").bfloat16()
+        at = qkv, rotation, ops.KVPages(*caches), slots, ops.Contexts(table, context, max(lengths))
+
+        pushed = partial(push_attention_decode, *at, axis.size, axis.group, groups)
+        own = ops.attention_decode(*at, groups).flatten(1)
+        expected = by_collective(own, axis.size, axis.group, False)
+        found = [pushed()[1]]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found += [pushed()[1] for _ in range(3)]
+        for _ in range(ROUNDS):
+            graph.replay()
+        wrong += different(found, len(found) * [expected])
+    return {"different": wrong}
+
+
 def layers(world: World, replays: int, rows: int = 8) -> dict[str, Any]:
     """The same of two layers, without their attention: of eight pushes six are of products."""
     axis, hidden, inner = world.generator_mesh.tp, 1024, 3072
@@ -230,6 +272,7 @@ def main() -> None:
     world = join(ParallelConfig(generator_tp=ranks, timeout=PATIENCE_S), "cuda")
     found: dict[str, Any] = {f"{shape[0]} x {shape[1]} {shape[2]}": differing(world, shape) for shape in SHAPES}
     found["products"] = products(world)
+    found["attention"] = attention(world)
     found["layers"] = layers(world, MANY.get("a million replays", (REPLAYS,))[0])
     found |= {name: replayed(world, *size) for name, size in MANY.items()}
     every = world.gather(found)

@@ -1,9 +1,10 @@
 """The operators, and their fallback by collectives.
 
-In the two of products, to which `graph.passes.fuse` joins a product and its push, the product's kernel stores its words
-in the other ranks' memory, so that they are on their way before it has ended.
+In those of products and of attention, to which `graph.passes.fuse` joins one of these and its push, the kernel that
+computes the words stores them in the other ranks' memory, so that they are on their way before it has ended.
 
-Shape suffixes: T rows, K depth, N a rank's columns; D model dim, F a rank's feed-forward dim.
+Shape suffixes: T rows, K depth, N a rank's columns; D model dim, F a rank's feed-forward dim; S sequences, E a rank's
+fused projection.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...ops.attention.operator import attention_decode
 from ...ops.linear.operator import gate_up, linear_add
 from ...ops.operator import operator
-from ...ops.records import SILU
+from ...ops.records import NO_GROUPS, PLAIN, SILU, AttentionScores, Contexts, KVPages, PrefixGroups, Rotation
 from .. import torch_private
 
 
@@ -83,3 +85,30 @@ def push_gate_up(
     """`gate_up`, [T, F], and `push_columns` of it, [T, ranks * F]."""
     own_TF = gate_up.on_cpu[x_TD.dtype](x_TD, weight_ED, activation)
     return own_TF, by_collective(own_TF, ranks, group, False)
+
+
+def _attended(
+    qkv_SE: Tensor, rotation: Rotation, cache: KVPages, slots_S: Tensor, contexts: Contexts, ranks: int, *_: object
+) -> tuple[Tensor, Tensor]:
+    heads, head_dim = rotation.num_heads, rotation.cos_sin_TH.shape[1]
+    own, every = _results(qkv_SE.shape[0], heads * head_dim, ranks, qkv_SE)
+    return own.view(-1, heads, head_dim), every
+
+
+@operator(mutates=("k_cache", "v_cache"), cuda="triton_products:push_attention_decode", fake=_attended)
+def push_attention_decode(
+    qkv_SE: Tensor,
+    rotation: Rotation,
+    cache: KVPages,
+    slots_S: Tensor,
+    contexts: Contexts,
+    ranks: int,
+    group: str,
+    groups: PrefixGroups = NO_GROUPS,
+    scores: AttentionScores = PLAIN,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`attention_decode` of a rank's heads, [S, N, H], and `push_columns` of it, [S, ranks * N * H]."""
+    attend = attention_decode.on_cpu[qkv_SE.dtype]
+    own_SNH = attend(qkv_SE, rotation, cache, slots_S, contexts, groups, scores, weight_offset)
+    return own_SNH, by_collective(own_SNH.flatten(1), ranks, group, False)

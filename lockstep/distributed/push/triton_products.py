@@ -1,12 +1,25 @@
-"""Pushed products on GPUs: the product's kernel stores its words for the other ranks, and a second one takes theirs."""
+"""Pushed products and attention on GPUs: the kernel that computes words stores them for the other ranks, and a second
+one takes theirs."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from ...ops.attention.triton_decode import attention_decode
 from ...ops.linear import kernels
 from ...ops.linear.choice import Kind, weight_tiles
-from ...ops.records import SILU, SLOT, Epilogue
+from ...ops.records import (
+    NO_GROUPS,
+    PLAIN,
+    SILU,
+    SLOT,
+    AttentionScores,
+    Contexts,
+    Epilogue,
+    KVPages,
+    PrefixGroups,
+    Rotation,
+)
 from .memory import shared_memory
 from .triton import launch_push, push_columns
 
@@ -30,12 +43,37 @@ def _push_product(
     followed by a whole push."""
     x_TK, weight_NK, residual_TN = operands
     rows, columns = x_TK.shape[0], weight_NK.shape[0] // weight_tiles(kind)
-    words = rows * columns // 2
-    stored = 0 < words <= SLOT and kernels.stores_to_peers(kind, rows, weight_NK, epilogue.bias_N is not None)
-    if not stored:
+    if not (_fits(rows, columns) and kernels.stores_to_peers(kind, rows, weight_NK, epilogue.bias_N is not None)):
         own_TN = kernels.product(kind, x_TK, weight_NK, residual_TN, epilogue)
         return own_TN, push_columns(own_TN, ranks, group, False)
     memory = shared_memory(group)
     all_TN = x_TK.new_empty(rows, ranks * columns)  # before the product, in whose operands' memory it may not lie
     own_TN = kernels.product(kind, x_TK, weight_NK, residual_TN, epilogue._replace(peers=memory.peers))
     return own_TN, launch_push(own_TN, False, memory, store=False, out=all_TN)
+
+
+def push_attention_decode(
+    qkv_SE: Tensor,
+    rotation: Rotation,
+    cache: KVPages,
+    slots_S: Tensor,
+    contexts: Contexts,
+    ranks: int,
+    group: str,
+    groups: PrefixGroups = NO_GROUPS,
+    scores: AttentionScores = PLAIN,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    rows, columns = qkv_SE.shape[0], rotation.num_heads * rotation.cos_sin_TH.shape[1]
+    arguments = qkv_SE, rotation, cache, slots_S, contexts, groups, scores, weight_offset
+    if not _fits(rows, columns):
+        own_SNH = attention_decode(*arguments)
+        return own_SNH, push_columns(own_SNH.flatten(1), ranks, group, False)
+    memory, all_SE = shared_memory(group), qkv_SE.new_empty(rows, ranks * columns)  # before attention, as above
+    own_SNH = attention_decode(*arguments, memory.peers)
+    return own_SNH, launch_push(own_SNH.flatten(1), False, memory, store=False, out=all_SE)
+
+
+def _fits(rows: int, columns: int) -> bool:
+    """Whether a slot holds so many elements of 16 bits, of which it takes pairs."""
+    return columns % 2 == 0 and 0 < rows * columns // 2 <= SLOT

@@ -20,8 +20,8 @@ from .values import TensorValue, tensors_in
 
 COLLECTIVES = "_c10d_functional."
 PUSH = "lockstep.push_columns"  # all-gathers columns, or sends each row, with all its columns, to its owner
-# Operators of which the second result is a push of the first, and the place of the number of ranks in their arguments.
-PUSHED_PRODUCTS = {"lockstep.push_linear_add": 3, "lockstep.push_gate_up": 2}
+# Operators whose second result is a push of the first, and where in their arguments the number of ranks is.
+PUSHED = {"lockstep.push_linear_add": 3, "lockstep.push_gate_up": 2, "lockstep.push_attention_decode": 13}
 _REDUCES = frozenset(
     COLLECTIVES + name
     for name in (
@@ -75,7 +75,7 @@ class _Layout(NamedTuple):
 
 def communicates(node: fx.Node) -> bool:
     """Whether a call brings elements from other ranks."""
-    return op_name(node).startswith(COLLECTIVES) or op_name(node) == PUSH or op_name(node) in PUSHED_PRODUCTS
+    return op_name(node).startswith(COLLECTIVES) or op_name(node) == PUSH or op_name(node) in PUSHED
 
 
 class CrossRankSums:
@@ -110,7 +110,7 @@ class CrossRankSums:
         """The elements in a call's result, and whether the call sums elements across ranks."""
         if name in _REDUCES:
             return None, True
-        if name in PUSHED_PRODUCTS:  # its results are handled item by item
+        if name in PUSHED:  # its results are handled item by item
             return None, self._mixes(node)
         if communicates(node) and name != WAIT:
             return self._received(node, name), False
@@ -171,7 +171,7 @@ class CrossRankSums:
         source, number = node.args
         assert isinstance(source, fx.Node) and isinstance(number, int)
         name = op_name(source)
-        if (place := PUSHED_PRODUCTS.get(name)) and number == 1:
+        if (place := PUSHED.get(name)) and number == 1:
             return self._pushed(*source.args[place : place + 2])
         if name == GATHER_MANY:
             shards: Any = source.args[0]

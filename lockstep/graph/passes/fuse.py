@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ...ops.records import PLAIN, AttentionGradient, Packed, Rotation
 from ..ir.captured import Captured, aliased_arguments, op_name
-from ..ir.cross_rank_sums import PUSH, PUSHED_PRODUCTS
+from ..ir.cross_rank_sums import PUSH, PUSHED
 from ..torch_private import trace as torch_trace
 from .rewrite import match_call, reachable_nodes, rewritten
 
@@ -27,7 +27,7 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
     - The backward of a norm and the addition of the residual's gradient.
     - The embedding's backward and the addition to the LM head's gradient, where both share one table.
     - Gradient accumulation, moved right behind each gradient, which is then still in cache and can be freed early.
-    - A product and the push of its columns.
+    - A product, or attention of a decode step, and the push of its columns.
     """
     result = rewritten(captured)
     joins = {
@@ -35,7 +35,7 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
         "residual gradients with norms": _join_residual,
         "embeddings with LM heads": _join_table,
         "gradients added up as they come": _accumulate_early,
-        "products with pushes": _join_push,
+        "pushes with what they push": _join_push,
     }
     counts = {what: sum(map(join, list(result.graph.nodes))) for what, join in joins.items()}
     return result, ", ".join(f"{count} {what}" for what, count in counts.items())
@@ -119,14 +119,17 @@ def _accumulate_early(addition: fx.Node) -> bool:
 
 def _join_push(push: fx.Node) -> bool:
     source: Any = push.args[0] if op_name(push) == PUSH else None
+    viewed = match_call(source, "aten.view")
+    if viewed and _has_one_user(viewed):  # heads side by side
+        source = match_call(viewed.args[0], "lockstep.attention_decode")
     if not isinstance(source, fx.Node) or push.args[3]:  # to the rows' owners
         return False
     if op_name(source) == "lockstep.norm_gate_up":
         source = _part_norm(source)
     name = op_name(source).replace(".", ".push_")
-    if name not in PUSHED_PRODUCTS:
+    if name not in PUSHED:
         return False
-    place = PUSHED_PRODUCTS[name]
+    place = PUSHED[name]
     with push.graph.inserting_before(source):
         both = _insert(source, name, [*source.args[:place], *push.args[1:3], *source.args[place:]])
         parts = [push.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
@@ -135,7 +138,7 @@ def _join_push(push: fx.Node) -> bool:
         torch_trace.copy_tags(node, [part])
         torch_trace.set_fake_value(part, torch_trace.fake_value(node))
         node.replace_all_uses_with(part)
-    _erase(push, source)
+    _erase(push, *([viewed] if viewed else []), source)
     return True
 
 

@@ -257,6 +257,6 @@ def paged(
     sinks = triton_scores.sink_arguments(scores)
     out_TNH, _ = launch((q_TNH, k_RKH, v_RKH), scale, rest, page_size, tile, **constants, **sinks)
     if groups.sequences:
-        out_SNH = out_TNH[: groups.sequences]
-        triton_decode.decode(q_TNH[: groups.sequences], cache, decodes, groups, scores, out_SNH)
+        to = triton_decode.Destination(out_TNH[: groups.sequences])
+        triton_decode.decode(q_TNH[: groups.sequences], cache, decodes, groups, scores, to)
     return out_TNH

@@ -26,9 +26,20 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..records import NO_GROUPS, PLAIN, AttentionScores, Contexts, KVPages, PrefixGroups, Rotation
+from ..records import (
+    NO_GROUPS,
+    PLAIN,
+    AttentionScores,
+    Contexts,
+    KVPages,
+    Peers,
+    PrefixGroups,
+    Rotation,
+    peer_arguments,
+)
 from ..rope.triton import qk_norm_rope_write_kv, rotate_heads
 from ..rows import aligned_rows, unit_inner
+from ..triton_peers import store_pairs
 from . import triton_prefetch, triton_scores
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_scores import add_sinks, first_tile
@@ -64,6 +75,19 @@ def _store_token(wanted, q_MH, is_key_M, value_ptr, keys, slot_ptr, HEAD_DIM: tl
         key_MH = tl.broadcast_to((keys.k_ptr + slot * keys.k_stride + h)[None, :], q_MH.shape)
         tl.store(key_MH, q_MH, mask=is_key_M[:, None] & inside[None, :])
         tl.debug_barrier()
+
+
+@triton.jit
+def _store_to_peers(
+    out_MH, row_M, inside_M, addresses_ptr, state_ptr, rank, RANKS: tl.constexpr, HEAD_DIM: tl.constexpr, out_ptr
+):  # fmt: skip
+    """Store rows of [S * N, HEAD_DIM] for the other ranks, rounded to the dtype of `out_ptr`."""
+    out_MH = out_MH.to(out_ptr.dtype.element_ty)
+    low, high = tl.split(tl.reshape(out_MH, (out_MH.shape[0], out_MH.shape[1] // 2, 2)))
+    word = tl.arange(0, out_MH.shape[1] // 2)
+    inside = inside_M[:, None] & (word < HEAD_DIM // 2)[None, :]
+    at = row_M.to(tl.int64)[:, None] * (HEAD_DIM // 2) + word[None, :]
+    store_pairs(low, high, at, inside, addresses_ptr, state_ptr, rank, RANKS)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -138,7 +162,7 @@ def _group_kernel(
     store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["table_width", "cache_rows"])
+@triton.jit(do_not_specialize=["table_width", "cache_rows", "rank"])
 def _decode_kernel(
     q_ptr,  # [S, N, H]; with slots, [S, (N + 2K) * H]
     k_ptr,  # [P * page_size, K, H]
@@ -178,6 +202,10 @@ def _decode_kernel(
     WINDOW: tl.constexpr = 0,
     FACTOR: tl.constexpr = 0.0,
     OFFSET: tl.constexpr = 0.0,  # of the norms' weights
+    addresses_ptr=None,  # where the result is stored for other ranks, by the last kernel
+    state_ptr=None,
+    rank=0,
+    RANKS: tl.constexpr = 1,
 ):
     """One split of one sequence, continuing where its group stopped."""
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -199,7 +227,7 @@ def _decode_kernel(
             lane = tl.arange(0, AHEAD)
             triton_prefetch.prefetch_rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
             triton_prefetch.prefetch_rows(k_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
-    pdl.release_and_wait(PDL)
+    pdl.release_and_wait(PDL, RANKS > 1)
     context = tl.load(context_len_ptr + sequence)
     end = context
     if SPLITS:
@@ -247,10 +275,13 @@ def _decode_kernel(
         store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM)
     else:
         _, sum_M, acc_MH = state
-        store_rows(out_ptr, acc_MH / sum_M[:, None], state_M * HEAD_DIM, mask_M, HEAD_DIM)
+        out_MH = acc_MH / sum_M[:, None]
+        if RANKS > 1:
+            _store_to_peers(out_MH, state_M, mask_M, addresses_ptr, state_ptr, rank, RANKS, HEAD_DIM, out_ptr)
+        store_rows(out_ptr, out_MH, state_M * HEAD_DIM, mask_M, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["states"])
+@triton.jit(do_not_specialize=["states", "rank"])
 def _merge_kernel(
     out_ptr,  # [S, N, H], contiguous
     acc_ptr,
@@ -265,9 +296,13 @@ def _merge_kernel(
     BLOCK_H: tl.constexpr,
     sinks_ptr=None,  # [N]
     WINDOW: tl.constexpr = 0,
+    addresses_ptr=None,  # where the result is stored for other ranks
+    state_ptr=None,
+    rank=0,
+    RANKS: tl.constexpr = 1,
 ):
     """Merge a sequence's splits, left to right, for the heads of one kv head."""
-    pdl.release_and_wait(PDL)
+    pdl.release_and_wait(PDL, RANKS > 1)
     kv_head, sequence = tl.program_id(0), tl.program_id(1)
     sequences, heads = tl.num_programs(1), tl.num_programs(0) * GROUP
     row_M = tl.arange(0, BLOCK_M)
@@ -286,7 +321,10 @@ def _merge_kernel(
     if sinks_ptr is not None:
         state = add_sinks(state, sinks_ptr, kv_head * GROUP + row_M, mask_M)
     _, sum_M, acc_MH = state
-    store_rows(out_ptr, acc_MH / sum_M[:, None], state_M * HEAD_DIM, mask_M, HEAD_DIM)
+    out_MH = acc_MH / sum_M[:, None]
+    if RANKS > 1:
+        _store_to_peers(out_MH, state_M, mask_M, addresses_ptr, state_ptr, rank, RANKS, HEAD_DIM, out_ptr)
+    store_rows(out_ptr, out_MH, state_M * HEAD_DIM, mask_M, HEAD_DIM)
 
 
 def _choose_tile(rows: int, programs: int, key_bytes: int) -> AttentionTile:
@@ -330,16 +368,31 @@ class FusedProjection(NamedTuple):
     weight_offset: float
 
 
+class Destination(NamedTuple):
+    """Where the result goes.
+
+    Attributes:
+        out_SNH: contiguous; None: new memory.
+        peers: other ranks, for which the last kernel that is launched stores it as [S, N * H].
+    """
+
+    out_SNH: Tensor | None = None
+    peers: Peers | None = None
+
+
+NEW_MEMORY = Destination()
+
+
 def decode(
     queries: Tensor | FusedProjection,
     cache: KVPages,
     contexts: Contexts,
     groups: PrefixGroups = NO_GROUPS,
     scores: AttentionScores = PLAIN,
-    out_SNH: Tensor | None = None,
+    to: Destination = NEW_MEMORY,
 ) -> Tensor:
     """See `attention.operator.attention_paged`, for queries [S, N, H] whose row s is sequence s's last token; for
-    `FusedProjection`, see `operator.attention_decode`. The result goes to `out_SNH`, contiguous, if it is given."""
+    `FusedProjection`, see `operator.attention_decode`."""
     projected = isinstance(queries, FusedProjection)
     q, rotation, slots_S, offset = queries if projected else (queries, None, None, 0.0)
     sequences, (_, page_size, kv_heads, head_dim) = q.shape[0], cache.k_cache.shape
@@ -352,13 +405,14 @@ def decode(
     grouped = group_rows_CW is not None and group_rows_CW.numel() > 0
     assert not (grouped and projected), "what groups read is rotated before"
     state_shape = (splits, sequences, heads) if grouped or splits > 1 else (0,)
+    out_SNH = to.out_SNH
     if out_SNH is None:
         out_SNH = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=device)
     acc = torch.empty((*state_shape, head_dim), dtype=torch.float32, device=device)
     statistics = torch.empty((2, *state_shape), dtype=torch.float32, device=device)
     strides = (block_table.stride(0), *(stride for x in (q, k_RKH, v_RKH) for stride in x.stride()[:2]))
     factor, options = triton_scores.score_arguments(scores, head_dim)
-    scale, sinks = factor * math.log2(math.e), triton_scores.sink_arguments(scores)
+    scale, last = factor * math.log2(math.e), {**triton_scores.sink_arguments(scores), **peer_arguments(to.peers)}
     dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "SPLIT": KEY_SPLIT, **pdl.options(q)}
     options |= {**dims, "PAGE_SIZE": page_size}
     key_bytes = 2 * KEY_TILE * block_h * q.element_size()
@@ -379,12 +433,12 @@ def decode(
     _decode_kernel[kv_heads, sequences, splits](
         q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation_arguments(rotation, slots_S),
         *bounds, *strides, scale, AHEAD=ahead, SPLITS=splits > 1, BLOCK_M=rows, num_warps=warps, num_stages=stages,
-        **options, **({} if splits > 1 else sinks), **({"OFFSET": offset} if offset else {}),
+        **options, **({} if splits > 1 else last), **({"OFFSET": offset} if offset else {}),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[kv_heads, sequences](
             out_SNH, acc, statistics, contexts.context_len_S, statistics.numel() // 2,
-            BLOCK_M=triton.next_power_of_2(group), num_warps=1, **dims, **sinks,
+            BLOCK_M=triton.next_power_of_2(group), num_warps=1, **dims, **last,
             **({"WINDOW": scores.window} if scores.window else {}),
         )  # fmt: skip
     return out_SNH
@@ -408,8 +462,10 @@ def attention_decode(
     groups: PrefixGroups = NO_GROUPS,
     scores: AttentionScores = PLAIN,
     weight_offset: float = 0.0,
+    peers: Peers | None = None,
 ) -> Tensor:
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
-        return decode(FusedProjection(qkv_SE, rotation, slots_S, weight_offset), cache, contexts, NO_GROUPS, scores)
+        projection = FusedProjection(qkv_SE, rotation, slots_S, weight_offset)
+        return decode(projection, cache, contexts, NO_GROUPS, scores, Destination(peers=peers))
     q_SNH = qk_norm_rope_write_kv(qkv_SE, rotation, cache, slots_S, weight_offset)  # two programs read each query
-    return decode(q_SNH, cache, contexts, groups, scores)
+    return decode(q_SNH, cache, contexts, groups, scores, Destination(peers=peers))

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
-from ..records import PLAIN_EPILOGUE, Epilogue
+from ..records import PLAIN_EPILOGUE, Epilogue, peer_arguments
 from .choice import Choice, Kind, weight_tiles
 from .hopper_common import (
     STAGES_KIB,
@@ -102,10 +102,6 @@ def _async_kernel(
     w_stride,
     residual_stride,
     ahead,  # load weights before the previous kernel has ended
-    addresses_ptr,  # where the result is stored for other ranks, or None, and then so is the next
-    state_ptr,
-    rank,
-    RANKS: gl.constexpr,
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,  # of the gate
@@ -118,6 +114,10 @@ def _async_kernel(
     W_STAGES: gl.constexpr,
     WGMMA: gl.constexpr,
     PDL: gl.constexpr,
+    addresses_ptr=None,  # where the result is stored for other ranks
+    state_ptr=None,
+    rank=0,
+    RANKS: gl.constexpr = 1,
 ):
     warps: gl.constexpr = gl.num_warps()
     steps: gl.constexpr = DEPTH // BLOCK_K
@@ -233,13 +233,13 @@ def run(
     """
     x_MK, out_MN, residual = operands(kind, x_MK, weight_NK, residual_MN)
     (rows, depth), columns = x_MK.shape, out_MN.shape[1]
-    *addressed, ranks = epilogue.peer_arguments
     copied = max(MIN_COPIED, triton.next_power_of_2(min(rows, choice.block_m)))
     _async_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         x_MK, weight_NK, residual, out_MN, epilogue.contiguous_bias, rows, columns, x_MK.stride(0), weight_NK.stride(0),
-        residual.stride(0), loads_weights_early(kind), *addressed, RANKS=ranks,
+        residual.stride(0), loads_weights_early(kind),
         DEPTH=depth, GATED=kind == "norm_gate_up", ACTIVATION=epilogue.activation, ADD=residual_MN is not None,
         BLOCK_M=choice.block_m, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, COPIED=copied, X_STAGES=choice.x_stages,
-        W_STAGES=choice.num_stages, WGMMA=choice.block_m >= WGMMA_ROWS, **pdl.options(x_MK, num_warps=choice.num_warps),
+        W_STAGES=choice.num_stages, WGMMA=choice.block_m >= WGMMA_ROWS,
+        **pdl.options(x_MK, num_warps=choice.num_warps), **peer_arguments(epilogue.peers),
     )  # fmt: skip
     return out_MN

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import pdl
-from ..records import PLAIN_EPILOGUE, Epilogue
+from ..records import PLAIN_EPILOGUE, Epilogue, peer_arguments
 from .choice import Choice, Kind, weight_tiles
 from .hopper_common import (
     STAGES_KIB,
@@ -64,10 +64,6 @@ def _tma_kernel(
     columns,
     residual_stride,
     ahead,  # load weights before the previous kernel has ended
-    addresses_ptr,  # where the result is stored for other ranks, or None, and then so is the next
-    state_ptr,
-    rank,
-    RANKS: gl.constexpr,
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,  # of the gate
@@ -78,6 +74,10 @@ def _tma_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
+    addresses_ptr=None,  # where the result is stored for other ranks
+    state_ptr=None,
+    rank=0,
+    RANKS: gl.constexpr = 1,
 ):
     warps: gl.constexpr = gl.num_warps()
     steps: gl.constexpr = DEPTH // BLOCK_K
@@ -185,16 +185,15 @@ def run(
     (rows, depth), columns = x_MK.shape, out_MN.shape[1]
     piece = min(choice.block_m // 2, 1 << (rows.bit_length() - 1))  # two pieces cover all rows of a block
     assert depth % choice.block_k == 0 and depth > choice.block_k and choice.num_stages > 1
-    *addressed, ranks = epilogue.peer_arguments
     further = min(piece, rows - piece) * x_MK.stride(0)
     shape = choice.block_m // (2 * piece), 2, max(rows - piece, piece), depth
     pieces = x_MK.as_strided(shape, (0, further, *x_MK.stride()))
     _tma_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         TensorDescriptor.from_tensor(pieces, [shape[0], 2, piece, choice.block_k], PIECES),
         TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS), residual, out_MN,
-        epilogue.contiguous_bias, rows, columns, residual.stride(0), loads_weights_early(kind), *addressed, RANKS=ranks,
+        epilogue.contiguous_bias, rows, columns, residual.stride(0), loads_weights_early(kind),
         DEPTH=depth, GATED=kind == "norm_gate_up", ACTIVATION=epilogue.activation, ADD=residual_MN is not None,
         BLOCK_M=choice.block_m, PIECE=piece, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, STAGES=choice.num_stages,
-        **pdl.options(x_MK, num_warps=choice.num_warps),
+        **pdl.options(x_MK, num_warps=choice.num_warps), **peer_arguments(epilogue.peers),
     )  # fmt: skip
     return out_MN

@@ -17,7 +17,7 @@ from ..norm.triton import rms_norm
 from ..records import PLAIN_EPILOGUE, SILU, Epilogue
 from . import choice as linear_choice
 from . import cublas, triton
-from .choice import Choice, Kind, weight_tiles
+from .choice import Choice, Kind
 
 
 class ProductKernel(Protocol):
@@ -83,8 +83,7 @@ def product(
 
 def stores_to_peers(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> bool:
     """Whether the kernel that is chosen for this shape stores its result for other ranks (`Epilogue.peers`)."""
-    is_paired = weight_NK.shape[0] % (2 * weight_tiles(kind)) == 0
-    return is_paired and choose(kind, rows, weight_NK, biased).kernel in STORE_TO_PEERS
+    return choose(kind, rows, weight_NK, biased).kernel in STORE_TO_PEERS
 
 
 linear_fp32 = partial(product, "linear_fp32")

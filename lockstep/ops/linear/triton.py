@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .. import pdl
 from ..activation.triton import apply_gate
-from ..records import PLAIN_EPILOGUE, Epilogue
+from ..records import PLAIN_EPILOGUE, Epilogue, peer_arguments
 from ..rows import unit_inner
 from ..triton_peers import store_pairs
 from .choice import CHAIN, Choice, Kind, weight_tiles
@@ -69,10 +69,6 @@ def _linear_kernel(
     w_stride,
     residual_stride,
     early,  # release the dependents at the start, not after the loop
-    addresses_ptr,  # where the result is stored for other ranks, or None, and then so is the next
-    state_ptr,
-    rank,
-    RANKS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of the gate
     ADD: tl.constexpr,
@@ -81,6 +77,10 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
+    addresses_ptr=None,  # where the result is stored for other ranks
+    state_ptr=None,
+    rank=0,
+    RANKS: tl.constexpr = 1,
 ):
     block_m, block_n = swizzle(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N))
     m, n = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -170,13 +170,12 @@ def run(
     (rows, depth), columns = x_MK.shape, w_NK.shape[0] // weight_tiles(kind)
     out_MN = torch.empty((rows, columns), dtype=dtype, device=x_MK.device)
     residual = out_MN if residual_MN is None else unit_inner(residual_MN)
-    *addressed, ranks = epilogue.peer_arguments
     _linear_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         x_MK, w_NK, residual, out_MN, epilogue.contiguous_bias, rows, columns, depth, x_MK.stride(0), w_NK.stride(0),
-        residual.stride(0), choice.early, *addressed, RANKS=ranks,
+        residual.stride(0), choice.early,
         GATED=is_gated, ACTIVATION=epilogue.activation, ADD=residual_MN is not None, BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, EVEN_K=depth % choice.block_k == 0,
-        **pdl.options(x_MK, num_warps=choice.num_warps, num_stages=choice.num_stages),
+        **pdl.options(x_MK, num_warps=choice.num_warps, num_stages=choice.num_stages), **peer_arguments(epilogue.peers),
     )  # fmt: skip
     return out_MN
 

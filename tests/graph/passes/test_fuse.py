@@ -207,6 +207,46 @@ def test_a_gradient_is_added_as_it_is_where_it_was_added() -> None:
     assert all(map(torch.equal, gradients(after, inputs), gradients(before, inputs)))
 
 
+def alike(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
+    """A collective of ranks that all have the same."""
+    return x[: len(x) // ranks if to_owners else None].repeat(1, ranks)
+
+
+def pushed_attention(t: Inputs) -> dict[str, Tensor]:
+    """Two heads of three sequences, pushed; and once more, read as heads beside that."""
+    axis, x = Axis("tp", 2, 1, pushes=True), t.user["x"]
+    rotation = ops.Rotation(None, None, t.user["table"], 2, 1, 1e-6)
+    cache, contexts = ops.KVPages(t.kv["k"], t.kv["v"]), ops.Contexts(t.user["pages"], t.user["lengths"], 16)
+    heads = [ops.attention_decode(x * (1 + i), rotation, cache, t.user["slots"], contexts) for i in range(2)]
+    flat = [head.flatten(1) for head in heads]
+    pushed = [all_gather_columns((part,), axis)[0] for part in flat]
+    return {"first": pushed[0], "second": pushed[1], "own": flat[1] * 2}
+
+
+def test_attention_and_the_push_of_its_heads_become_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "by_collective", alike)
+    generator = torch.Generator().manual_seed(0)
+    random = {name: torch.randn(shape, generator=generator) for name, shape in (("x", (3, 32)), ("table", (3, 8)))}
+    pages, lengths = torch.arange(3, dtype=torch.int32).view(3, 1), torch.tensor([3, 1, 5], dtype=torch.int32)
+    user = random | {"pages": pages, "lengths": lengths, "slots": pages.flatten().long() * 16 + lengths - 1}
+
+    def inputs() -> Inputs:
+        fresh = torch.Generator().manual_seed(1)
+        return Inputs(user=user, kv={name: torch.randn(3, 16, 1, 8, generator=fresh) for name in "kv"})
+
+    before = capture("attention", pushed_attention, inputs(), writes={"kv"})
+    after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+    assert calls(after)["lockstep.push_attention_decode"] == 1 == calls(after)["lockstep.push_columns"]
+    assert calls(after)["lockstep.attention_decode"] == 1
+    given = inputs(), inputs()
+    results = [
+        graph.module.forward(*(tensor for _, _, tensor in own.flat()))
+        for graph, own in zip((before, after), given, strict=True)
+    ]
+    assert len(results[0]) == 3 and all(map(torch.equal, *results))
+    assert all(torch.equal(given[0].kv[name], given[1].kv[name]) for name in "kv")
+
+
 def pushed_products(t: Inputs) -> dict[str, Tensor]:
     """A layer's products that two ranks share, of which each pushes its columns; one push goes to the rows' owners."""
     axis, p, x = Axis("tp", 2, 1, pushes=True), t.param, t.user["x"]
@@ -219,11 +259,6 @@ def pushed_products(t: Inputs) -> dict[str, Tensor]:
 
 
 def test_a_product_and_the_push_of_its_columns_become_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def alike(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
-        """As if all ranks had the same."""
-        return x[: len(x) // ranks if to_owners else None].repeat(1, ranks)
-
     monkeypatch.setattr(push, "by_collective", alike)
     generator = torch.Generator().manual_seed(0)
     shapes = {"norm": (8,), "gate_up": (24, 8), "down": (4, 24), "bias": (4,), "square": (8, 8)}
@@ -235,7 +270,7 @@ def test_a_product_and_the_push_of_its_columns_become_one_call(monkeypatch: pyte
         assert (calls(before)["lockstep.push_columns"], calls(after)["lockstep.push_columns"]) == (4, 1)
         assert (calls(after)["lockstep.push_linear_add"], calls(after)["lockstep.push_gate_up"]) == (1, 2)
         assert calls(after)["lockstep.rms_norm"] == 1 and not calls(after)["lockstep.norm_gate_up"]
-        assert "3 products with pushes" in after.log[-1]
+        assert "3 pushes with what they push" in after.log[-1]
         found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
     assert len(found[0]) == len(found[1]) == 3 and all(map(torch.equal, *found))
 
