@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.ops.attention import triton_decode
 from lockstep.ops.linear import cublas
 from lockstep.ops.linear.choice import Choice
 
@@ -260,6 +261,37 @@ def test_decode_is_its_parts(census, heads, kv_heads, head_dim, norms, offset):
             assert census("attention_decode = norm, rotate, write, attend", out, apart) == 0
             assert census("attention_decode: cache", caches, expected) == 0
             assert not out.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "norms", "page"),
+    [(32, 8, 128, True, 16), (16, 8, 128, True, 64), (32, 8, 64, False, 16), (15, 1, 128, True, 48)],
+)
+def test_both_decode_kernels_have_the_same_words(census, monkeypatch, heads, kv_heads, head_dim, norms, page):
+    """A tile of keys a warp, beside all warps on one tile; behind a row's end there is NaN."""
+    if triton_decode.hopper_decode is None or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("only one of them runs here")
+    for lengths in ([1, 62, 64, 65, 129, 255, 256, 257, 513, 769, 1000], [300, 4095, 4096, 4097, 8200]):
+        count, pages = len(lengths), -(-max(lengths) // page)
+        context = torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
+        table = torch.randperm(count * pages, device=DEVICE).int().view(count, pages)
+        position = context.long() - 1
+        slots = table.gather(1, (position // page).unsqueeze(1)).squeeze(1) * page + position % page
+        weights = (wide(head_dim), wide(head_dim)) if norms else (None, None)
+        rotation = ops.Rotation(*weights, torch.randn(count, head_dim, device=DEVICE), heads, kv_heads, 1e-6)
+        caches = torch.randn(2, count * pages, page, kv_heads, head_dim, device=DEVICE).bfloat16()
+        rows = table.long().unsqueeze(2) * page + torch.arange(page, device=DEVICE)
+        behind = torch.arange(pages * page, device=DEVICE) >= context.unsqueeze(1)
+        caches.flatten(1, 2)[:, rows.view(count, -1)[behind]] = torch.nan
+        qkv, expected = wide(count, (heads + 2 * kv_heads) * head_dim), caches.clone()
+        contexts, out = ops.Contexts(table, context, max(lengths)), {}
+        for by_warp, cache in ((True, caches), (False, expected)):
+            with monkeypatch.context() as patch:
+                patch.setattr(triton_decode.hopper_decode, "pays", lambda *_, by_warp=by_warp: by_warp)
+                out[by_warp] = triton_decode.attention_decode(qkv, rotation, ops.KVPages(*cache), slots, contexts)
+        assert census("decode: a tile a warp = a tile for all warps", out[True], out[False]) == 0
+        assert census("decode: a tile a warp, cache", caches, expected) == 0
+        assert not out[True].isnan().any()
 
 
 @pytest.mark.parametrize("m", [1, 40, 256])

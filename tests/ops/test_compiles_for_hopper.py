@@ -48,7 +48,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict
             {"_attention_kernel", "_query_kernel", "_adamw_kernel", "_key_kernel", "_sequence_sum_kernel"}
             | {"_exact_sum_kernel", "_root_of_sum_kernel", "_fold_rows_kernel", "_hash_kernel"},
         ),
-        ("generate", {"_linear_kernel", "_decode_kernel", "_group_kernel", "_draw_kernel", "_push_kernel"}),
+        (
+            "generate",
+            {"_linear_kernel", "_decode_kernel", "_decode_async_kernel", "_group_kernel", "_draw_kernel"}
+            | {"_push_kernel"},
+        ),
         ("latent", {"_attention_kernel", "_persistent_kernel"}),
     ],
 )

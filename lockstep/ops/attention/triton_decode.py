@@ -46,6 +46,7 @@ from .triton_scores import add_sinks, first_tile
 from .triton_tiles import (
     BLOCK_L,
     MIN_BLOCK,
+    MULTIPROCESSORS,
     AttentionForm,
     AttentionTile,
     Keys,
@@ -59,8 +60,12 @@ from .triton_tiles import (
     store_state,
 )
 
+try:
+    from . import hopper_decode
+except ImportError:  # this version of Triton lacks Gluon
+    hopper_decode = None
+
 MAX_GROUP_ROWS = 64  # query rows of a tile; a larger group takes several tiles
-MULTIPROCESSORS = 132  # of an H100 or an H200
 FEW_PROGRAMS = 32  # up to this many programs, three pipeline stages suffice
 SHARED_BYTES = 200 << 10  # shared memory of a multiprocessor for tiles in flight
 
@@ -222,9 +227,9 @@ def _decode_kernel(
         if WINDOW > 0:
             wanted = tl.maximum(begin, first_tile(stored, WINDOW, BLOCK_L))
         last = tl.minimum(stored, begin + SPLIT)
-        triton_prefetch.prefetch_positions(keys, wanted, last, table_width, cache_rows, PAGE_SIZE, HEAD_DIM, AHEAD)
+        lane = tl.arange(0, AHEAD)
+        triton_prefetch.prefetch_positions(keys, wanted + lane, last, table_width, cache_rows, PAGE_SIZE, HEAD_DIM)
         if q_weight_ptr is not None:
-            lane = tl.arange(0, AHEAD)
             triton_prefetch.prefetch_rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
             triton_prefetch.prefetch_rows(k_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
     pdl.release_and_wait(PDL, RANKS > 1)
@@ -426,15 +431,22 @@ def decode(
             BLOCK_M=rows, num_warps=warps, num_stages=stages, **options,
             **({"context_len_ptr": contexts.context_len_S} if scores.window else {}),
         )  # fmt: skip
-    rows, warps, stages = _choose_tile(group + projected, programs, key_bytes)[:3]
-    lengths = (contexts.context_len_S, groups.shared_len_S if grouped else None)
     bounds = block_table.shape[1], k_RKH.shape[0]
     ahead = triton_prefetch.keys_per_program(programs, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0
-    _decode_kernel[kv_heads, sequences, splits](
-        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation_arguments(rotation, slots_S),
-        *bounds, *strides, scale, AHEAD=ahead, SPLITS=splits > 1, BLOCK_M=rows, num_warps=warps, num_stages=stages,
-        **options, **({} if splits > 1 else last), **({"OFFSET": offset} if offset else {}),
-    )  # fmt: skip
+    options |= {"AHEAD": ahead, "SPLITS": splits > 1, **({"OFFSET": offset} if offset else {})}
+    options |= {} if splits > 1 else last
+    operands = (q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, contexts.context_len_S)
+    others = (*_rotation_arguments(rotation, slots_S), *bounds, *strides, scale)
+    grid, rows = (kv_heads, sequences, splits), group + projected
+    by_warp = hopper_decode is not None and not grouped and hopper_decode.pays(programs, contexts.max_context_len)
+    if by_warp and hopper_decode.supports(q, (k_RKH, v_RKH), rows, page_size, scores):
+        hopper_decode.run(grid, (*operands, *others), options)
+    else:
+        rows, warps, stages = _choose_tile(rows, programs, key_bytes)[:3]
+        _decode_kernel[grid](
+            *operands, groups.shared_len_S if grouped else None, *others, BLOCK_M=rows, num_warps=warps,
+            num_stages=stages, **options,
+        )  # fmt: skip
     if splits > 1:
         _merge_kernel[kv_heads, sequences](
             out_SNH, acc, statistics, contexts.context_len_S, statistics.numel() // 2,

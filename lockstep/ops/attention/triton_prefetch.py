@@ -30,10 +30,16 @@ def prefetch_table(table_ptr, begin, table_width, PAGE_SIZE: tl.constexpr, KEYS:
     """Prefetch the page numbers of `KEYS` positions from `begin` on."""
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(KEYS, PAGE_SIZE * LINE_PAGES))
     page = begin // PAGE_SIZE + tl.arange(0, LINES) * LINE_PAGES
+    prefetch_lines(table_ptr + page, page < table_width)
+
+
+@triton.jit
+def prefetch_lines(ptr_L, wanted_L):
+    """Prefetch the cache lines that hold these addresses."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
         "=r,l,r",
-        [(table_ptr + page).to(tl.int64), (page < table_width).to(tl.int32)],
+        [ptr_L.to(tl.int64), wanted_L.to(tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -41,11 +47,8 @@ def prefetch_table(table_ptr, begin, table_width, PAGE_SIZE: tl.constexpr, KEYS:
 
 
 @triton.jit
-def prefetch_positions(
-    keys, begin, end, table_width, cache_rows, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, AHEAD: tl.constexpr
-):
-    """Prefetch the keys and values at up to `AHEAD` positions from `begin` on, below `end`."""
-    position_L = begin + tl.arange(0, AHEAD)
+def prefetch_positions(keys, position_L, end, table_width, cache_rows, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Prefetch the keys and values at positions below `end`."""
     wanted_L = position_L < tl.minimum(end, table_width * PAGE_SIZE)
     page_L = tl.load(keys.table_ptr + position_L // PAGE_SIZE, mask=wanted_L, other=0, cache_modifier=".cg")
     row_L = tl.minimum(tl.maximum(page_L * PAGE_SIZE + position_L % PAGE_SIZE, 0), cache_rows - 1).to(tl.int64)

@@ -33,6 +33,7 @@ from .triton_scores import tanh
 
 MIN_BLOCK = 16  # tl.dot's smallest side
 BLOCK_L = tl.constexpr(KEY_TILE)
+MULTIPROCESSORS = 132  # of an H100 or an H200
 LONG_CONTEXT = 512  # above this many keys per sequence, larger query tiles pay
 
 

@@ -63,8 +63,8 @@ def rotate_heads(
     if q_weight_ptr is not None:
         squares = sum_columns(tl.where(is_first, x * x + y * y, 0.0), BLOCK_M, BLOCK_H)
         rstd = tl.rsqrt(squares / HEAD_DIM + eps)
-        x_weight = _head_weight(q_weight_ptr, k_weight_ptr, is_key, h, mask)
-        y_weight = _head_weight(q_weight_ptr, k_weight_ptr, is_key, pair, mask)
+        x_weight = head_weight(q_weight_ptr, k_weight_ptr, is_key, h, mask)
+        y_weight = head_weight(q_weight_ptr, k_weight_ptr, is_key, pair, mask)
         if OFFSET != 0.0:
             x_weight, y_weight = x_weight + OFFSET, y_weight + OFFSET
         x, y = x * rstd * x_weight, y * rstd * y_weight
@@ -74,7 +74,8 @@ def rotate_heads(
 
 
 @triton.jit
-def _head_weight(q_weight_ptr, k_weight_ptr, is_key, column, mask):
+def head_weight(q_weight_ptr, k_weight_ptr, is_key, column, mask):
+    """The norm's weights of heads, at columns."""
     q_weight = tl.load(q_weight_ptr + column, mask=mask & ~is_key, other=0.0)
     return tl.where(is_key, tl.load(k_weight_ptr + column, mask=mask & is_key, other=0.0), q_weight).to(tl.float32)
 
