@@ -187,7 +187,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 
 MOST_FILES, MOST_AT_THE_TOP = 12, 8  # of a folder, without `__init__.py`
-CATALOGUES = {"algorithms": 24, "models/families": 24, "environments/tasks": 24, "ops/attention": 13}
+CATALOGUES = {"algorithms": 24, "models/families": 24, "environments/tasks": 24}
 # Arguments of a function, `self` apart, outside Triton bodies; and which have more: public ones, which are promises, a
 # trainer's, and what Inductor compiles of a user's mask. One that has fewer by now is not to be listed.
 MOST_ARGUMENTS = 6

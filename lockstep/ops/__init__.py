@@ -12,7 +12,6 @@ the loads, so all three are functions of the model's sizes alone. Multiplication
 from .activation.operator import silu_mul
 from .adamw.operator import adamw
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
-from .attention.masks import MaskFunction, register_mask, visibility
 from .attention.operator import (
     KEY_SPLIT,
     KEY_TILE,
@@ -23,6 +22,7 @@ from .attention.operator import (
     qk_norm_rope_write_kv,
     write_kv,
 )
+from .attention.reference import MaskFunction, register_mask, visibility
 from .decode_update.operator import decode_advance, decode_slots
 from .embedding.operator import gather_rows
 from .fold.operator import fold_rows, sum_rows

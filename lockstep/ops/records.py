@@ -186,7 +186,7 @@ class FlexSizes(NamedTuple):
 
 
 class FlexMask(NamedTuple):
-    """Which of the keys up to its own a query sees, by window and mask (`masks.visibility`), and where a GPU finds
+    """Which of the keys up to its own a query sees, by window and mask (`visibility`), and where a GPU finds
     queries and keys, from `flex_tiles_packed` or `flex_tiles_paged` with the same window."""
 
     window: int

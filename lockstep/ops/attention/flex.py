@@ -16,7 +16,7 @@ from torch import Tensor
 from ..operator import like, operator, save, saved_values
 from ..records import FlexMask, FlexSizes, KVPages, Packed, Paged
 from . import reference
-from .masks import visibility
+from .reference import visibility
 
 
 def flex_tiles_packed(layout: Packed, sizes: FlexSizes, window: int) -> list[Tensor]:

@@ -7,6 +7,10 @@ the mask can reach the result. With a window, tiles before it are skipped; sinks
 
 The backward of packed attention is plain torch: segments of similar shape are padded into dense batches.
 
+Which keys a query sees, beyond causality, is also said here: a sliding window, and a user's function by name. Operators
+take a mask as a window and a name, which a graph can hold. The function with that name is registered here before
+anything runs.
+
 Shape suffixes: B query blocks, or segments of one batch, M query rows of a block (tokens x heads of a group), Q padded
 queries, L keys, I either, N query heads, K kv heads, G query heads per kv head, H head dim.
 """
@@ -27,7 +31,6 @@ from ..embedding.operator import accumulate_rows
 from ..linear.operator import MIN_COLUMNS
 from ..operator import uses_native
 from ..records import PLAIN, AttentionScores, Contexts, KVPages, Packed, Paged
-from .masks import MaskFunction, visibility
 
 KEY_TILE = 64
 KEY_SPLIT = 4096  # a multiple of KEY_TILE
@@ -36,6 +39,38 @@ QUERY_BLOCK = 32
 ROW_BLOCK = 16  # measured: batched products of 16, 32, 48 ... rows agree bit for bit; of 4 they do not at a depth of 96
 SCORE_BUDGET, BACKWARD_BUDGET = 1 << 23, 1 << 27  # score elements in flight
 LENGTH_STEP = 32  # segments whose lengths round up to the same multiples of this run together in the backward
+
+# Maps a query's and a key's absolute positions (int32 tensors that broadcast) to a bool tensor.
+MaskFunction = Callable[[Tensor, Tensor], Tensor]
+
+_REGISTERED: dict[str, MaskFunction] = {}
+
+
+def register_mask(name: str, function: MaskFunction) -> None:
+    """Make `function` available to operators as `name`. If the function changes, so should the name: what was compiled
+    or checked under a name is kept."""
+    _REGISTERED[name] = function
+
+
+def visibility(window: int, mask: str) -> MaskFunction:
+    """Returns the function that says whether a query at one position sees the key at another of its sequence.
+
+    Args:
+        window: how many of the last keys a query sees, its own included; 0: all.
+        mask: a registered name; "": none.
+
+    Raises:
+        KeyError: nothing is registered under the name.
+    """
+    function = _REGISTERED[mask] if mask else None
+
+    def visible(query: Tensor, key: Tensor) -> Tensor:
+        seen = key <= query
+        if window:
+            seen = seen & (key > query - window)
+        return seen if function is None else seen & function(query, key)
+
+    return visible
 
 
 class _Block(NamedTuple):

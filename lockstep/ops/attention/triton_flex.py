@@ -31,8 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from ..embedding.operator import accumulate_rows
 from ..operator import disable_duck_shapes, enable_autograd
 from ..records import FlexMask, FlexSizes, KVPages, Packed, Paged
-from .masks import visibility
-from .reference import KEY_TILE
+from .reference import KEY_TILE, visibility
 
 KERNEL_OPTIONS = {
     "FORCE_USE_FLEX_ATTENTION": True,
