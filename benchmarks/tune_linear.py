@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,16 @@ from torch import Tensor
 from lockstep import machine, ops
 from lockstep.config import ParallelConfig
 from lockstep.distributed import World, join
+from lockstep.distributed.push.memory import shared_memory
 from lockstep.distributed.push.operator import push_columns
+from lockstep.distributed.push.triton import launch_push
 from lockstep.models.init import architecture
 from lockstep.ops.linear import choice as linear_choice
 from lockstep.ops.linear.choice import LIBRARY, Choice, Kind
 from lockstep.ops.linear.hopper_async import MIN_COPIED
-from lockstep.ops.linear.kernels import KERNELS
+from lockstep.ops.linear.kernels import KERNELS, STORE_TO_PEERS
 from lockstep.ops.norm import triton as norm_triton
+from lockstep.ops.records import Epilogue
 
 ARCHITECTURES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
 OWN = [name for name in KERNELS if name != "library"]
@@ -78,13 +82,15 @@ TIMEOUT_S = 600  # that processes wait for one another: the first compiles for a
 Configuration = dict[str, Choice]
 
 
-def product(kind: Kind, choice: Choice, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+def product(
+    kind: Kind, choice: Choice, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, *epilogue: Epilogue
+) -> Tensor:
     """The product after the norm."""
     if DEVICE == "cpu":  # to try the search
         return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // linear_choice.weight_tiles(kind)]
     if kind.startswith("norm"):
         x = norm_triton.rms_norm(x, norm, EPS)
-    return KERNELS[choice.kernel].run(kind, choice, x, weight, residual if kind == "linear_add" else None)
+    return KERNELS[choice.kernel].run(kind, choice, x, weight, residual if kind == "linear_add" else None, *epilogue)
 
 
 def tiles(
@@ -97,7 +103,7 @@ def tiles(
     return list({(c if c.kernel in varied else c[:4]): c for c in ordered}.values())
 
 
-Call = Callable[[str, Tensor, Tensor], Tensor]  # of a product: its name, rows and residual
+Call = Callable[..., Tensor]  # of a product: its name, rows and residual, and perhaps its epilogue
 
 
 class LayerProblem:
@@ -163,7 +169,9 @@ class LayerProblem:
     @staticmethod
     def _products(s: Stack, layer: tuple[Tensor, ...], chosen: Configuration) -> Call:
         weights = dict(zip(LAYER, layer, strict=True))
-        return lambda name, x, residual: product(LAYER[name], chosen[name], x, weights[name], s.norm, residual)
+        return lambda name, x, residual, *epilogue: product(
+            LAYER[name], chosen[name], x, weights[name], s.norm, residual, *epilogue
+        )
 
     def _tiles(self, name: str) -> list[Choice]:
         """Tiles, and the library."""
@@ -179,7 +187,8 @@ class LayerProblem:
 
 class SharedLayerProblem(LayerProblem):
     """The layers shared by the processes of a world, each of which has its columns and heads: words go to all behind
-    attention and every product. All try the same at the same time, and a time is the longest of theirs."""
+    attention and every product, whose kernel stores them if it can. All try the same at the same time, and a time is
+    the longest of theirs."""
 
     varied = VARIED_SHARED
     least_layers = MAX_LAYERS  # between two replays there is a gap
@@ -194,14 +203,14 @@ class SharedLayerProblem(LayerProblem):
         return all(self.world.gather(super().library_is_even(name)))
 
     def run(self, s: Stack, chosen: Configuration, pushes: bool = True) -> None:
-        move = self._pushed if pushes else self._unmoved
         x, own = s.x, s.x.chunk(self.axis.size, dim=1)[self.axis.rank]
         for layer in s.layers:
             call = self._products(s, layer, chosen)
-            q = ops.qk_norm_rope_write_kv(call("qkv", x, x), s.heads(), ops.KVPages(*s.cache), s.slots)
-            own = call("o", move(q.flatten(1)), own)
-            own = call("down", move(call("gate_up", move(own), own)), own)
-            x = move(own)
+            share = partial(self._stored, call, chosen) if pushes else partial(self._unmoved_product, call)
+            q = ops.qk_norm_rope_write_kv(call("qkv", x, x), s.heads(), ops.KVPages(*s.cache), s.slots).flatten(1)
+            own, x = share("o", self._pushed(q) if pushes else self._unmoved(q), own)
+            _, gated = share("gate_up", x, own)
+            own, x = share("down", gated, own)
 
     def us(self, chosen: Configuration, pushes: bool = True) -> float:
         times = [streak_us(lambda s=s: self.run(s, chosen, pushes)) for s in self.probes]
@@ -216,6 +225,23 @@ class SharedLayerProblem(LayerProblem):
 
     def _pushed(self, x: Tensor) -> Tensor:
         return push_columns(x, self.axis.size, self.axis.group, False)
+
+    def _stored(
+        self, call: Call, chosen: Configuration, name: str, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A product's columns, and those of all ranks."""
+        if DEVICE == "cpu" or chosen[name].kernel not in STORE_TO_PEERS:
+            own = call(name, x, residual)
+            return own, self._pushed(own)
+        memory = shared_memory(self.axis.group)
+        columns = self.shapes[name][0] // linear_choice.weight_tiles(LAYER[name])
+        whole = x.new_empty(x.shape[0], self.axis.size * columns)
+        own = call(name, x, residual, Epilogue(peers=memory.peers))
+        return own, launch_push(own, False, memory, store=False, out=whole)
+
+    def _unmoved_product(self, call: Call, name: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        own = call(name, x, residual)
+        return own, self._unmoved(own)
 
     def _unmoved(self, x: Tensor) -> Tensor:
         """Random words of the shape that all ranks' columns have, the same each time."""
