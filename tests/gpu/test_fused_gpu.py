@@ -294,6 +294,35 @@ def test_both_decode_kernels_have_the_same_words(census, monkeypatch, heads, kv_
         assert not out[True].isnan().any()
 
 
+@pytest.mark.parametrize("context", [64, 65, 128, 192, 256, 257, 320, 512, 4096, 4160])
+def test_both_decode_kernels_have_the_same_words_at_the_extremes(census, monkeypatch, context):
+    """Infinities, NaN, the smallest numbers and zeros of both signs within the context; an output whose first keys'
+    share underflows to -0 and whose last keys' values are zeros; page numbers of nothing behind the row's end."""
+    if triton_decode.hopper_decode is None or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("only one of them runs here")
+    page, heads, kv_heads, head_dim = 16, 8, 2, 128
+    pages, at = -(-context // page), context // 2
+    q = wide(4, heads, head_dim)
+    caches = torch.randn(2, 4 * pages, page, kv_heads, head_dim, device=DEVICE).bfloat16()
+    k, v = caches.view(2, 4, pages * page, kv_heads, head_dim)
+    k[0, at, 0, 0], v[0, at, 0, 3], v[0, at, 0, 4], v[0, at, 0, 5] = torch.inf, torch.inf, -torch.inf, torch.nan
+    k[0, 0, 1], v[1, at, 0] = torch.nan, torch.inf
+    v[1, :, 1] = 1e-39
+    v[1, ::2, 1] = -0.0
+    q[2], k[2], v[2] = 1, -16, -1
+    k[2, at // 64 * 64 :], v[2, at // 64 * 64 :] = 16, -0.0
+    q[3], k[3] = 1, -torch.inf
+    table = torch.full((4, pages + 20), 1 << 26, dtype=torch.int32, device=DEVICE)
+    table[:, :pages] = torch.arange(4 * pages, device=DEVICE).int().view(4, pages)
+    lengths, starts = torch.full((4,), context, dtype=torch.int32, device=DEVICE), torch.arange(5, device=DEVICE).int()
+    out = {}
+    for by_warp in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_decode.hopper_decode, "pays", lambda *_, by_warp=by_warp: by_warp)
+            out[by_warp] = ops.attention_paged(q, ops.KVPages(*caches), ops.Paged(table, starts, lengths, 1, context))
+    assert census("decode: a tile a warp = a tile for all warps, extremes", out[True], out[False]) == 0
+
+
 @pytest.mark.parametrize("m", [1, 40, 256])
 def test_captured_layers_are_eager_ones(census, m):
     """A chain of layers, each reading what the last wrote: kernels overlap in the graph, and must not race."""
