@@ -406,9 +406,10 @@ def _decode_async_kernel(
 
 
 def supports(q: Tensor, caches: Sequence[Tensor], rows: int, page_size: int, scores: AttentionScores) -> bool:
-    """Whether this kernel computes `rows` query rows in a program, with caches [rows, K, H]."""
+    """Whether this kernel computes `rows` query rows in a program, with caches [rows, K, H]. With a negative scale, the
+    maximum of a tile beyond the last position would be infinite."""
     head_dim = caches[0].shape[2]
-    plain = not (scores.window or scores.softcap) and scores.sinks_N is None
+    plain = not (scores.window or scores.softcap) and scores.sinks_N is None and scores.scale >= 0
     if not (plain and rows <= ROWS and head_dim in HEAD_DIMS and page_size % BLOCK == 0 and pdl.has_wgmma(q)):
         return False
     dtypes = {x.dtype for x in (q, *caches)} == {torch.bfloat16}

@@ -96,8 +96,8 @@ def test_what_it_lacks_is_left_to_the_other_kernel(monkeypatch: pytest.MonkeyPat
     assert kernels.supports(q, caches, 16, 48, AttentionScores(scale=0.1))
     assert not kernels.supports(q, caches, 17, 16, PLAIN)
     assert not kernels.supports(q, caches, 5, 8, PLAIN)
-    for scores in (AttentionScores(torch.zeros(8)), AttentionScores(window=64), AttentionScores(softcap=30.0)):
-        assert not kernels.supports(q, caches, 5, 16, scores)
+    for lacking in ({"sinks_N": torch.zeros(8)}, {"window": 64}, {"softcap": 30.0}, {"scale": -0.1}):
+        assert not kernels.supports(q, caches, 5, 16, AttentionScores(**lacking)), lacking
     assert not kernels.supports(q.half(), caches, 5, 16, PLAIN)
     assert not kernels.supports(q, (caches[0], caches[1].float()), 5, 16, PLAIN)
     assert not kernels.supports(q[..., :96], _caches(head_dim=96), 5, 16, PLAIN)
