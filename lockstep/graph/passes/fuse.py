@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from ...ops.records import PLAIN, AttentionGradient, Packed, Rotation
-from ..ir.captured import Captured, aliased_arguments, op_name
+from ..ir.captured import Captured, aliased_arguments, op_name, written_arguments
 from ..ir.cross_rank_sums import PUSH, PUSHED
 from ..torch_private import trace as torch_trace
 from .rewrite import match_call, reachable_nodes, rewritten
@@ -122,7 +122,11 @@ def _join_push(push: fx.Node) -> bool:
     viewed = match_call(source, "aten.view")
     if viewed and _has_one_user(viewed):  # heads side by side
         source = match_call(viewed.args[0], "lockstep.attention_decode")
+        if source and torch_trace.fake_value(source).shape[0] != torch_trace.fake_value(viewed).shape[0]:
+            return False  # heads as rows
     if not isinstance(source, fx.Node) or push.args[3]:  # to the rows' owners
+        return False
+    if _is_written(source, push):
         return False
     if op_name(source) == "lockstep.norm_gate_up":
         source = _part_norm(source)
@@ -153,6 +157,17 @@ def _part_norm(product: fx.Node) -> fx.Node:
     product.replace_all_uses_with(found)
     _erase(product)
     return found
+
+
+def _is_written(value: fx.Node, before: fx.Node) -> bool:
+    """Whether a call before another one writes a result in place, itself or through a view."""
+
+    def users_through_views(node: fx.Node) -> Iterable[fx.Node]:
+        return node.users if node is value or aliased_arguments(node) else ()
+
+    calls = reachable_nodes(value, users_through_views, lambda node: node < before)
+    same = {value, *filter(aliased_arguments, calls)}
+    return any(not same.isdisjoint(written_arguments(call)) for call in calls)
 
 
 def _last_early_use(grad: fx.Node, addition: fx.Node) -> fx.Node:

@@ -223,22 +223,22 @@ def pushed_attention(t: Inputs) -> dict[str, Tensor]:
     return {"first": pushed[0], "second": pushed[1], "own": flat[1] * 2}
 
 
-def test_attention_and_the_push_of_its_heads_become_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "by_collective", alike)
+def attended() -> Inputs:
+    """New inputs of attention, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
     random = {name: torch.randn(shape, generator=generator) for name, shape in (("x", (3, 32)), ("table", (3, 8)))}
     pages, lengths = torch.arange(3, dtype=torch.int32).view(3, 1), torch.tensor([3, 1, 5], dtype=torch.int32)
     user = random | {"pages": pages, "lengths": lengths, "slots": pages.flatten().long() * 16 + lengths - 1}
+    return Inputs(user=user, kv={name: torch.randn(3, 16, 1, 8, generator=generator) for name in "kv"})
 
-    def inputs() -> Inputs:
-        fresh = torch.Generator().manual_seed(1)
-        return Inputs(user=user, kv={name: torch.randn(3, 16, 1, 8, generator=fresh) for name in "kv"})
 
-    before = capture("attention", pushed_attention, inputs(), writes={"kv"})
+def test_attention_and_the_push_of_its_heads_become_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "by_collective", alike)
+    before = capture("attention", pushed_attention, attended(), writes={"kv"})
     after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
     assert calls(after)["lockstep.push_attention_decode"] == 1 == calls(after)["lockstep.push_columns"]
     assert calls(after)["lockstep.attention_decode"] == 1
-    given = inputs(), inputs()
+    given = attended(), attended()
     results = [
         graph.module.forward(*(tensor for _, _, tensor in own.flat()))
         for graph, own in zip((before, after), given, strict=True)
@@ -273,6 +273,47 @@ def test_a_product_and_the_push_of_its_columns_become_one_call(monkeypatch: pyte
         assert "3 pushes with what they push" in after.log[-1]
         found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
     assert len(found[0]) == len(found[1]) == 3 and all(map(torch.equal, *found))
+
+
+def written_before_their_push(t: Inputs) -> dict[str, Tensor]:
+    """Products that are written after they are computed: through a view before the push, or after it."""
+    axis, x, own = Axis("tp", 2, 1, pushes=True), t.user["x"], {}
+    for name in ("before", "after"):
+        own[name] = ops.linear_add(x, t.param["square"], x)
+        if name == "before":
+            own[name][:, :2].mul_(3)
+        (own[f"pushed {name}"],) = all_gather_columns((own[name],), axis)
+        own[name].add_(x)
+    return own
+
+
+def test_a_product_that_is_written_before_its_push_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "by_collective", alike)
+    generator = torch.Generator().manual_seed(0)
+    x, square = torch.randn(2, 8, 8, generator=generator)
+    inputs = Inputs(param={"square": square}, user={"x": x})
+    with torch.no_grad():
+        before = capture("written", written_before_their_push, inputs)
+        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+        assert calls(after)["lockstep.push_linear_add"] == 1 == calls(after)["lockstep.push_columns"]
+        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    assert len(found[0]) == 4 and all(map(torch.equal, *found))
+
+
+def heads_as_rows(t: Inputs) -> dict[str, Tensor]:
+    """Two heads of three sequences: pushed as six rows."""
+    rotation = ops.Rotation(None, None, t.user["table"], 2, 1, 1e-6)
+    cache, contexts = ops.KVPages(t.kv["k"], t.kv["v"]), ops.Contexts(t.user["pages"], t.user["lengths"], 16)
+    heads = ops.attention_decode(t.user["x"], rotation, cache, t.user["slots"], contexts)
+    return {"pushed": all_gather_columns((heads.view(6, 8),), Axis("tp", 2, 1, pushes=True))[0]}
+
+
+def test_heads_that_are_pushed_as_rows_keep_their_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "by_collective", alike)
+    before = capture("rows", heads_as_rows, attended(), writes={"kv"})
+    after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+    (pushed,) = after.module.forward(*(tensor for _, _, tensor in attended().flat()))
+    assert pushed.shape == (6, 16) and calls(after)["lockstep.push_columns"] == 1
 
 
 def test_a_cpu_keeps_its_graphs() -> None:
