@@ -106,6 +106,33 @@ class Interpreted:
                 found = kernels.launch_push(own[memory.rank], False, memory, store=False)
                 assert torch.equal(found, torch.cat(own, dim=1))
 
+    def test_a_rank_may_push_whole_what_others_store_in_their_products(self) -> None:
+        memories, tile = group(2), Choice("pipelined", 16, 16, 32, 4, 3)
+        for seed, whole in enumerate((1, 0, 1)):
+            x, weights = (
+                words(0, (5, 64, torch.bfloat16), seed),
+                [words(i, (18, 64, torch.bfloat16), seed) for i in (0, 1)],
+            )
+            own = [products.run("linear", tile, x, weight) for weight in weights]
+            products.run("linear", tile, x, weights[1 - whole], None, Epilogue(peers=memories[1 - whole].peers))
+            for rank, store in ((whole, True), (1 - whole, False)):
+                found = kernels.launch_push(own[rank], False, memories[rank], store=store)
+                assert torch.equal(found, torch.cat(own, dim=1))
+
+    def test_what_takes_words_is_released_once_the_number_of_launches_is_known(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (memory, _), tile, order = group(2), Choice("pipelined", 16, 16, 32, 4, 3), list[str]()
+        monkeypatch.setattr(kernels.pdl, "options", lambda *_, **__: {"PDL": True})
+        monkeypatch.setattr(kernels.pdl, "gdc_launch_dependents", lambda: order.append("release"))
+        monkeypatch.setattr(kernels.pdl, "gdc_wait", lambda: order.append("wait"))
+        x = words(0, (1, 32, torch.bfloat16), 0)
+        products.run("linear", tile, x, words(0, (16, 32, torch.bfloat16), 0), None, Epilogue(peers=memory.peers))
+        assert order[:2] == ["wait", "release"]
+        order.clear()
+        kernels.launch_push(x, False, memory, take=False)
+        assert order == ["wait", "release"] * 2
+
     @pytest.mark.parametrize("split", [4096, 64])  # of keys: contexts of one and of two
     def test_attention_stores_its_words(self, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention, "KEY_SPLIT", split)

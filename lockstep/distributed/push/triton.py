@@ -100,7 +100,7 @@ def _push_kernel(
     TO_OWNERS: tl.constexpr, RANKS: tl.constexpr, PARITIES: tl.constexpr, SLOT: tl.constexpr,
     BLOCK: tl.constexpr, POLLS: tl.constexpr, STORE: tl.constexpr, TAKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
+    if PDL and TAKE:
         pdl.gdc_launch_dependents()
     other, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     size = rows * width
@@ -115,6 +115,8 @@ def _push_kernel(
         own_ptr += other * size
     if PDL and STORE:
         pdl.gdc_wait()
+        if not TAKE:
+            pdl.gdc_launch_dependents()  # the kernel that takes the words: only now is the number of launches known
     launch = tl.load(state_ptr, cache_modifier=".cg") + 1  # never an old copy
     parity = launch % PARITIES * (RANKS * SLOT)
     is_own = STORE and TAKE and other == rank  # these words need no slot
