@@ -126,7 +126,7 @@ def _join_push(push: fx.Node) -> bool:
             return False  # heads as rows
     if not isinstance(source, fx.Node) or push.args[3]:  # to the rows' owners
         return False
-    if _is_written(source, push):
+    if _is_written(source):
         return False
     if op_name(source) == "lockstep.norm_gate_up":
         source = _part_norm(source)
@@ -159,13 +159,14 @@ def _part_norm(product: fx.Node) -> fx.Node:
     return found
 
 
-def _is_written(value: fx.Node, before: fx.Node) -> bool:
-    """Whether a call before another one writes a result in place, itself or through a view."""
+def _is_written(value: fx.Node) -> bool:
+    """Whether a call writes a result in place, itself or through a view. Before its push, the push would bring other
+    words; later, what is known of memory would count it as a write to both results of the joined call."""
 
     def users_through_views(node: fx.Node) -> Iterable[fx.Node]:
         return node.users if node is value or aliased_arguments(node) else ()
 
-    calls = reachable_nodes(value, users_through_views, lambda node: node < before)
+    calls = reachable_nodes(value, users_through_views, lambda _: True)
     same = {value, *filter(aliased_arguments, calls)}
     return any(not same.isdisjoint(written_arguments(call)) for call in calls)
 
