@@ -124,9 +124,9 @@ def _join_push(push: fx.Node) -> bool:
         source = match_call(viewed.args[0], "lockstep.attention_decode")
         if source and torch_trace.fake_value(source).shape[0] != torch_trace.fake_value(viewed).shape[0]:
             return False  # heads as rows
-    if not isinstance(source, fx.Node) or push.args[3]:  # to the rows' owners
+    if not isinstance(source, fx.Node) or push.args[3:] != (False,):  # to the rows' owners
         return False
-    if _is_written(source):
+    if source.kwargs or _is_written(source):
         return False
     if op_name(source) == "lockstep.norm_gate_up":
         source = _part_norm(source)

@@ -299,6 +299,30 @@ def test_a_product_that_is_written_keeps_its_push(monkeypatch: pytest.MonkeyPatc
     assert len(found[0]) == 3 and all(map(torch.equal, *found))
 
 
+def biased_product(t: Inputs) -> dict[str, Tensor]:
+    own = ops.linear_add(t.user["x"], t.param["square"], t.user["x"], t.param["bias"])
+    return {"pushed": push.push_columns(own, 2, "@tp", False)}
+
+
+@pytest.mark.parametrize(("call", "argument"), [("linear_add", "bias_N"), ("push_columns", "to_owners")])
+def test_calls_with_keywords_that_a_users_pass_made_are_kept(
+    call: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "by_collective", alike)
+    generator = torch.Generator().manual_seed(0)
+    x, square = torch.randn(2, 8, 8, generator=generator)
+    inputs = Inputs(param={"square": square, "bias": x[0] * 2}, user={"x": x})
+    with torch.no_grad():
+        before = capture("biased", biased_product, inputs)
+        for node in before.graph.nodes:
+            if op_name(node) == f"lockstep.{call}":
+                node.args, node.kwargs = node.args[:3], {argument: node.args[3]}
+        before.module.recompile()
+        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    assert calls(after)[f"lockstep.{call}"] == 1 and torch.equal(*(pushed for (pushed,) in found))
+
+
 def heads_as_rows(t: Inputs) -> dict[str, Tensor]:
     """Two heads of three sequences: pushed as six rows."""
     rotation = ops.Rotation(None, None, t.user["table"], 2, 1, 1e-6)
