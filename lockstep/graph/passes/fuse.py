@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import Tensor, fx
 
 from ...ops.records import PLAIN, AttentionGradient, Packed, Rotation
 from ..ir.captured import Captured, aliased_arguments, op_name, written_arguments
-from ..ir.cross_rank_sums import PUSH, PUSHED
+from ..ir.cross_rank_sums import PUSH, PUSHED, communicates
 from ..torch_private import trace as torch_trace
 from .rewrite import match_call, reachable_nodes, rewritten
 
@@ -128,6 +128,8 @@ def _join_push(push: fx.Node) -> bool:
         return False
     if source.kwargs or _is_written(source):
         return False
+    if any(map(communicates, _between(source, push))):  # whose order stays that of eager calls
+        return False
     if op_name(source) == "lockstep.norm_gate_up":
         source = _part_norm(source)
     name = op_name(source).replace(".", ".push_")
@@ -157,6 +159,12 @@ def _part_norm(product: fx.Node) -> fx.Node:
     product.replace_all_uses_with(found)
     _erase(product)
     return found
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes between two, in order."""
+    while (first := first.next) is not last:
+        yield first
 
 
 def _is_written(value: fx.Node) -> bool:

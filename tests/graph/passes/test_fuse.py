@@ -299,6 +299,30 @@ def test_a_product_that_is_written_keeps_its_push(monkeypatch: pytest.MonkeyPatc
     assert len(found[0]) == 3 and all(map(torch.equal, *found))
 
 
+def pushed_in_another_order(t: Inputs) -> dict[str, Tensor]:
+    """Two products, of which the second is pushed first; and two that are pushed in their order."""
+    axis, x, pushed = Axis("tp", 2, 1, pushes=True), t.user["x"], dict[str, Tensor]()
+    for order in ((1, 0), (2, 3)):
+        own = {i: ops.linear_add(x * (1 + i), t.param["square"], x) for i in sorted(order)}
+        pushed |= {str(i): all_gather_columns((own[i],), axis)[0] for i in order}
+    return pushed
+
+
+def test_pushes_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that runs the graph and one that calls eagerly push the same, launch by launch."""
+    moved = list[Tensor]()
+    monkeypatch.setattr(push, "by_collective", lambda x, *about: moved.append(x) or alike(x, *about))
+    generator = torch.Generator().manual_seed(0)
+    x, square = torch.randn(2, 8, 8, generator=generator)
+    inputs = Inputs(param={"square": square}, user={"x": x})
+    with torch.no_grad():
+        before = capture("ordered", pushed_in_another_order, inputs)
+        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+        for graph in (before, after):
+            graph.module.forward(*(tensor for _, _, tensor in inputs.flat()))
+    assert calls(after)["lockstep.push_linear_add"] == 3 and all(map(torch.equal, moved[:4], moved[4:]))
+
+
 def biased_product(t: Inputs) -> dict[str, Tensor]:
     own = ops.linear_add(t.user["x"], t.param["square"], t.user["x"], t.param["bias"])
     return {"pushed": push.push_columns(own, 2, "@tp", False)}
