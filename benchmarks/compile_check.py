@@ -43,13 +43,14 @@ from lockstep.graph.torch_private.trace import NO_STAND_IN
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import architecture
 from lockstep.ops import fold_rows, pdl, sequence_sum
+from lockstep.ops.attention import triton_decode
 from lockstep.ops.fused.backward import add_gradient, rms_norm_add, rotated_attention_packed
 from lockstep.ops.linear import cublas, hopper_async
 from lockstep.ops.linear import triton as linear_triton
 from lockstep.ops.linear.choice import Choice
 from lockstep.ops.linear.kernels import KERNELS
 from lockstep.ops.moe import triton_grouped as grouped_kernels
-from lockstep.ops.records import AttentionGradient, Epilogue, Packed, Rotation
+from lockstep.ops.records import AttentionGradient, Contexts, Epilogue, KVPages, Packed, Peers, Rotation
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.step import score
@@ -225,11 +226,30 @@ def generate(model: Decoder) -> None:
         memory = SharedMemory(rank, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64))
         for to_owners in (False, True):
             launch_push(chain, to_owners, memory)
-        launch_push(chain, False, memory, store=False)
-        for tile in STORED:
-            operands = tile, one_step, one_step, one_step, Epilogue(peers=memory.peers)
-            KERNELS[tile.kernel].run("linear_add", *operands)
+        launch_push(chain, False, memory, store=False, out=chain.new_empty(128, 8 * config.hidden_size))
+        stored(memory.peers, one_step)
+        if config.mla is None:
+            stored_attention(memory.peers, cache)
     hopper_async.run("linear", Choice("async", 64, 64, 128, 4, 3, 3), one_step, one_step)
+
+
+def stored(peers: Peers, x: torch.Tensor) -> None:
+    """Products that store their result for other ranks."""
+    for tile in STORED:
+        run = KERNELS[tile.kernel].run
+        run("linear_add", tile, x, x, x, Epilogue(peers=peers))
+        run("norm_gate_up", tile, x, x, None, Epilogue(peers=peers))
+
+
+def stored_attention(peers: Peers, cache: KVCache, rows: int = 8) -> None:
+    """Attention of a decode step that does, of one split and of several."""
+    pages = KVPages(cache.k[0], cache.v[0])
+    kv_heads, head_dim = pages.k_cache.shape[2:]
+    qkv, slots = pages.k_cache.new_empty(rows, 3 * kv_heads * head_dim), torch.empty(rows, dtype=torch.int64)
+    rotation = Rotation(None, None, torch.empty(rows, head_dim), kv_heads, kv_heads, 1e-6)
+    for length in LENGTHS:
+        block_table, context = (torch.empty(*shape, dtype=torch.int32) for shape in ((rows, PAGES), (rows,)))
+        triton_decode.attention_decode(qkv, rotation, pages, slots, Contexts(block_table, context, length), peers=peers)
 
 
 def table(found: list[dict[str, Any]]) -> list[list[str]]:

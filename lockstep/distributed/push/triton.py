@@ -164,6 +164,7 @@ def launch_push(
         take: wait for the words of the other ranks, and count the launch.
         out: for the result; without `store`, nobody may read or write it since before `x` was computed.
     """
+    assert store or out is not None or not x.is_cuda, "memory that was free when `x` was computed"
     words = _words(x)
     rows, width = words.shape[0] // (memory.ranks if to_owners else 1), words.shape[1]
     out = words.new_empty(rows, memory.ranks * width) if out is None else out.view(words.dtype)
