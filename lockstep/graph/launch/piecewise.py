@@ -23,7 +23,7 @@ ATTENTION = frozenset(
     f"lockstep.{name}"
     for name in (
         *("attention_packed", "attention_packed_backward", "attention_paged", "attention_decode"),
-        *("attention_sinks_packed_backward", "rotated_attention_packed_backward"),
+        *("attention_sinks_packed_backward", "rotated_attention_packed_backward", "push_attention_decode"),
         *("flex_packed", "flex_packed_backward", "flex_paged", "mla_packed", "mla_packed_backward", "mla_paged"),
     )
 )
