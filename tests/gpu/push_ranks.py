@@ -57,11 +57,27 @@ def graph_of(
     axis = world.generator_mesh.tp
     for x in inputs[:2]:
         move(x, axis.size, axis.group, False)
+    return recorded(lambda: [move(x, axis.size, axis.group, bool(i % 2)) for i, x in enumerate(inputs)])
+
+
+def recorded(calls: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of these calls, which have been made before, and their results."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread asks for NCCL's events
-        found = [move(x, axis.size, axis.group, bool(i % 2)) for i, x in enumerate(inputs)]
+        found = calls()
     return graph, found
+
+
+def seconds(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Of so many replays."""
+    begun = time.monotonic()
+    for i in range(replays):
+        graph.replay()
+        if i % 500 == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return time.monotonic() - begun
 
 
 def microseconds(graph: torch.cuda.CUDAGraph, times: int = 50, rounds: int = 20) -> float:
@@ -140,10 +156,7 @@ def products(world: World) -> dict[str, Any]:
             x, own = (torch.randn(rows, n, device="cuda").bfloat16() for n in (depth, columns))
             dist.broadcast(x, 0)
             wrong += different(pushed(x, own), collective(x, own))
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                found = [part for _ in range(3) for part in pushed(x, own)]
+            graph, found = recorded(lambda: [part for _ in range(3) for part in pushed(x, own)])  # noqa: B023
             for _ in range(ROUNDS):
                 x.copy_(x.roll(1, 1))
                 graph.replay()
@@ -156,16 +169,9 @@ def replayed(world: World, replays: int, pushes: int) -> dict[str, Any]:
     """Seconds of so many replays of a graph of small messages, and words that differ after the last."""
     inputs = [words(SHAPES[0], 1000 * world.rank + i) for i in range(pushes)]
     graph, found = graph_of(world, push_columns, inputs)
-    begun = time.monotonic()
-    for i in range(replays):
-        graph.replay()
-        if i % 500 == 0:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    axis = world.generator_mesh.tp
+    took, axis = seconds(graph, replays), world.generator_mesh.tp
     expected = [by_collective(x, axis.size, axis.group, bool(i % 2)) for i, x in enumerate(inputs)]
-    wrong = sum(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    return {"boundaries": replays * pushes, "different": wrong, "seconds": time.monotonic() - begun}
+    return {"boundaries": replays * pushes, "different": different(found, expected), "seconds": took}
 
 
 def attention(world: World) -> dict[str, Any]:
@@ -192,19 +198,16 @@ def attention(world: World) -> dict[str, Any]:
         pushed = partial(push_attention_decode, *at, axis.size, axis.group, groups)
         own = ops.attention_decode(*at, groups).flatten(1)
         expected = by_collective(own, axis.size, axis.group, False)
-        found = [pushed()[1]]
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            found += [pushed()[1] for _ in range(3)]
+        wrong += different([pushed()[1]], [expected])
+        graph, found = recorded(lambda: [pushed()[1] for _ in range(3)])  # noqa: B023
         for _ in range(ROUNDS):
             graph.replay()
-        wrong += different(found, len(found) * [expected])
+        wrong += different(found, 3 * [expected])
     return {"different": wrong}
 
 
 def layers(world: World, replays: int, rows: int = 8) -> dict[str, Any]:
-    """The same of two layers, without their attention: of eight pushes six are of products."""
+    """`replayed` of what two layers push, without their attention: of eight pushes six are of products."""
     axis, hidden, inner = world.generator_mesh.tp, 1024, 3072
     generator = torch.Generator("cuda").manual_seed(world.rank)
 
@@ -215,16 +218,16 @@ def layers(world: World, replays: int, rows: int = 8) -> dict[str, Any]:
     norm, whole = torch.ones(hidden, device="cuda").bfloat16(), torch.randn(rows, hidden, device="cuda").bfloat16()
     dist.broadcast(whole, 0)
 
-    def pushed(whole: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def pushed(whole: Tensor, own: Tensor) -> list[Tensor]:
         ranks, group = axis.size, axis.group
         for o, gate_up, down in weights:
             attended = push_columns(own + 1, ranks, group, False)
             own, whole = push_linear_add(attended, o, own, ranks, group)
             _, gated = push_gate_up(ops.rms_norm(whole, norm, 1e-6), gate_up, ranks, group)
             own, whole = push_linear_add(gated, down, own, ranks, group)
-        return whole, own
+        return [whole, own]
 
-    def collective(whole: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def collective(whole: Tensor, own: Tensor) -> list[Tensor]:
         def gather(x: Tensor) -> Tensor:
             return by_collective(x, axis.size, axis.group, False)
 
@@ -233,22 +236,13 @@ def layers(world: World, replays: int, rows: int = 8) -> dict[str, Any]:
             gated = gather(ops.gate_up(ops.rms_norm(gather(own), norm, 1e-6), gate_up))
             own = ops.linear_add(gated, down, own)
             whole = gather(own)
-        return whole, own
+        return [whole, own]
 
     inputs = whole, whole.chunk(axis.size, dim=1)[axis.rank].contiguous()
     pushed(*inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = pushed(*inputs)
-    begun = time.monotonic()
-    for i in range(replays):
-        graph.replay()
-        if i % 500 == 0:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    wrong = different(list(found), list(collective(*inputs)))
-    return {"boundaries": replays * 8, "different": wrong, "seconds": time.monotonic() - begun}
+    graph, found = recorded(lambda: pushed(*inputs))
+    took = seconds(graph, replays)
+    return {"boundaries": replays * 8, "different": different(found, collective(*inputs)), "seconds": took}
 
 
 def late(world: World) -> dict[str, Any]:

@@ -126,15 +126,13 @@ def _join_push(push: fx.Node) -> bool:
             return False  # heads as rows
     if not isinstance(source, fx.Node) or push.args[3:] != (False,):  # to the rows' owners
         return False
-    if source.kwargs or _is_written(source):
+    name = op_name(source).replace(".norm_gate_up", ".gate_up").replace(".", ".push_")
+    if name not in PUSHED or source.kwargs or _is_written(source):
         return False
     if any(map(communicates, _between(source, push))):  # whose order stays that of eager calls
         return False
     if op_name(source) == "lockstep.norm_gate_up":
         source = _part_norm(source)
-    name = op_name(source).replace(".", ".push_")
-    if name not in PUSHED:
-        return False
     place = PUSHED[name]
     with push.graph.inserting_before(source):
         both = _insert(source, name, [*source.args[:place], *push.args[1:3], *source.args[place:]])
