@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.distributed.push.memory import SharedMemory
 from lockstep.distributed.push.triton import launch_push
+from lockstep.distributed.push.triton_norm import take_norm
 from lockstep.generator.forward import Paging, decode_step, mixed_step
 from lockstep.generator.kv_cache import KVCache
 from lockstep.generator.prefill_batch import MixedBatch, MixedSizes
@@ -50,7 +51,7 @@ from lockstep.ops.linear import triton as linear_triton
 from lockstep.ops.linear.choice import Choice
 from lockstep.ops.linear.kernels import KERNELS
 from lockstep.ops.moe import triton_grouped as grouped_kernels
-from lockstep.ops.records import AttentionGradient, Contexts, Epilogue, KVPages, Packed, Peers, Rotation
+from lockstep.ops.records import AttentionGradient, Contexts, Epilogue, KVPages, Norm, Packed, Peers, Rotation
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.step import score
@@ -227,6 +228,7 @@ def generate(model: Decoder) -> None:
         for to_owners in (False, True):
             launch_push(chain, to_owners, memory)
         launch_push(chain, False, memory, store=False, out=chain.new_empty(128, 8 * config.hidden_size))
+        take_norm(torch.empty_like(chain), Norm(model.norm, config.rms_norm_eps, model.norm_offset), memory)
         stored(memory.peers, one_step)
         if config.mla is None:
             stored_attention(memory.peers, cache)

@@ -62,6 +62,7 @@ from .records import (
     FlexSizes,
     KVPages,
     Latent,
+    Norm,
     Packed,
     Paged,
     PrefixGroups,

@@ -1,8 +1,8 @@
 """Records of operators' arguments. Python passes the records; an operator's schema has their fields instead, in order.
 
-Shape suffixes: T tokens, S segments or sequences, N query heads, H head dim, R latent rank, P rotated dim, C rows or
-groups of sequences, W sequences of a group, V vocabulary, B bytes of a mask; in decode steps R rows, K stop ids,
-M words per result, N steps.
+Shape suffixes: T tokens, D model dim, S segments or sequences, N query heads, H head dim, R latent rank, P rotated dim,
+C rows or groups of sequences, W sequences of a group, V vocabulary, B bytes of a mask; in decode steps R rows,
+K stop ids, M words per result, N steps.
 """
 
 from __future__ import annotations
@@ -62,6 +62,14 @@ class Epilogue(NamedTuple):
 
 
 PLAIN_EPILOGUE = Epilogue()
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: its weights, what is added to the mean square, and to the weights."""
+
+    weight_D: Tensor
+    eps: float
+    offset: float = 0.0
 
 
 class Packed(NamedTuple):

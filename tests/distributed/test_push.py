@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import os
+import re
+import sys
 import threading
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
-from processes import run_interpreted
+from processes import finished, run_interpreted
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime.errors import InterpreterError
+
     from lockstep.distributed.push import triton as kernels
+    from lockstep.distributed.push import triton_norm
     from lockstep.distributed.push.memory import SharedMemory
     from lockstep.ops.attention import triton_decode as attention
     from lockstep.ops.linear import triton as products
     from lockstep.ops.linear.choice import Choice
-    from lockstep.ops.records import PARITIES, SLOT, Contexts, Epilogue, KVPages, Rotation
+    from lockstep.ops.norm import triton as norms
+    from lockstep.ops.records import PARITIES, SLOT, Contexts, Epilogue, KVPages, Norm, Rotation
 
 SHAPES = [
     (1, 8, torch.bfloat16),
@@ -30,6 +39,52 @@ SHAPES = [
 
 def test_kernel_under_the_interpreter() -> None:
     run_interpreted(__file__)
+
+
+COMPILE = """
+import sys, torch
+from compile_check import Kernels, SharedMemory
+from lockstep.distributed.push.triton_norm import take_norm
+from lockstep.ops.norm.triton import rms_norm
+from lockstep.ops.records import Norm
+
+class Said(Kernels):
+    def _add(self, kernel):
+        print(f"KERNEL {kernel.name} {self.arch}", kernel.asm["ptx"], sep="\\n")
+
+kernels = Said()
+with kernels.collected():
+    ints = [torch.empty(n, dtype=torch.int64) for n in (9, 2, 1)]
+    for kernels.arch in (256, 4096, 5120):
+        x, weight = (torch.empty(*shape, kernels.arch, dtype=torch.bfloat16) for shape in ((8,), ()))
+        rms_norm(x, weight, 1e-6)
+        take_norm(x, Norm(weight, 1e-6), SharedMemory(1, 4, 10**9, *ints))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_norm_of_taken_words_adds_as_the_norm_of_rows() -> None:
+    """In the instructions for an H200: the same ones compute on floats, in the same order. What was stored for other
+    threads to load lies behind a barrier."""
+    benchmarks = str(Path(__file__).parents[2] / "benchmarks")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join((benchmarks, *sys.path))}
+    done = finished([sys.executable, "-c", COMPILE], env=environment)
+    assert done.returncode == 0, done.stderr
+    computed, widths = dict[tuple[str, str], list[str]](), set[str]()
+    for code in done.stdout.split("KERNEL ")[1:]:
+        (name, width), lines = code.partition("\n")[0].split(), code.splitlines()
+        first = next(i for i, line in enumerate(lines) if "mul.rn.f32" in line)
+        floats = re.findall(r"\b(?:add|mul|fma|div|rsqrt|sqrt)\S*f32\b|shfl\S+bfly\S+", "\n".join(lines[first:]))
+        computed[name, width], widths = floats, widths | {width}
+        if name == "_take_norm_kernel":
+            stored, loaded = (
+                [i for i, line in enumerate(lines[: first + 1]) if pattern in line]
+                for pattern in ("st.global", "ld.global.v4")
+            )
+            assert any("bar.sync" in line for line in lines[stored[-1] : loaded[-1]])
+    assert len(computed) == 6 and all(len(floats) > 30 for floats in computed.values())
+    for width in widths:
+        assert computed["_rms_norm_kernel", width] == computed["_take_norm_kernel", width]
 
 
 def group(ranks: int) -> list[SharedMemory]:
@@ -48,6 +103,11 @@ def words(rank: int, shape: tuple[int, int, torch.dtype], seed: int) -> Tensor:
     if dtype.is_floating_point:
         return torch.randn(rows, width, generator=generator).to(dtype)
     return torch.randint(-(1 << 31), (1 << 31) - 1, (rows, width), generator=generator).to(dtype)
+
+
+def end(_: object, late: Any) -> None:
+    """Instead of a report to the host and a trap."""
+    raise TimeoutError(f"late: {late.handle.data.item()}")
 
 
 class Interpreted:
@@ -105,6 +165,31 @@ class Interpreted:
             for memory in memories:
                 found = kernels.launch_push(own[memory.rank], False, memory, store=False)
                 assert torch.equal(found, torch.cat(own, dim=1))
+
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_a_norm_takes_the_words_of_its_rows(self, ranks: int) -> None:
+        memories = group(ranks)
+        for seed, (rows, columns) in enumerate(((1, 16), (5, 48), (3, 32))):  # the row is a block, and is not
+            own = [words(rank, (rows, columns, torch.bfloat16), seed) for rank in range(ranks)]
+            whole = torch.cat(own, dim=1)
+            norm = Norm(words(0, (1, ranks * columns, torch.bfloat16), 9)[0], 1e-6, 1.0 * (seed == 1))
+            for memory, x in zip(memories, own, strict=True):
+                kernels.launch_push(x, False, memory, take=False)
+            for memory in memories:
+                found = triton_norm.take_norm(torch.empty_like(whole), norm, memory)
+                assert torch.equal(found, norms.rms_norm(whole, *norm))
+        assert [memory.state.tolist() for memory in memories] == [[3, 0]] * ranks
+
+    def test_a_norm_tells_whose_words_are_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock, memories = itertools.count(1), group(4)
+        monkeypatch.setattr(triton_norm, "POLLS", 1)
+        monkeypatch.setattr(kernels, "_now", lambda _: next(clock))
+        monkeypatch.setattr(kernels, "_end_all_work", end)
+        for memory in memories[:2] + memories[3:]:
+            kernels.launch_push(words(0, (2, 16, torch.bfloat16), 0), False, memory, take=False)
+        norm = Norm(words(0, (1, 64, torch.bfloat16), 9)[0], 1e-6)
+        with pytest.raises(InterpreterError, match=f"late: {1 * 4 + 2}"):  # the first launch, of the third rank
+            triton_norm.take_norm(torch.empty(2, 64, dtype=torch.bfloat16), norm, memories[0])
 
     def test_a_rank_may_push_whole_what_others_store_in_their_products(self) -> None:
         memories, tile = group(2), Choice("pipelined", 16, 16, 32, 4, 3)

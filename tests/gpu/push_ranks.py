@@ -28,6 +28,7 @@ from lockstep.distributed.push.operator import (
     push_columns,
     push_gate_up,
     push_linear_add,
+    push_linear_add_norm,
 )
 from lockstep.errors import PeerLost
 from lockstep.ops.linear import choice
@@ -142,13 +143,17 @@ def products(world: World) -> dict[str, Any]:
         for n in (columns, 2 * columns)
     )
 
+    norm = ops.Norm(torch.linspace(-2, 2, axis.size * columns, device="cuda").bfloat16(), 1e-5, 1.0)
+
     def pushed(x: Tensor, own: Tensor) -> list[Tensor]:
         ranks, group = axis.size, axis.group
-        return [*push_linear_add(x, down, own, ranks, group), *push_gate_up(x, gate_up, ranks, group)]
+        found = *push_linear_add(x, down, own, ranks, group), *push_gate_up(x, gate_up, ranks, group)
+        return [*found, push_linear_add_norm(x, down, own, ranks, group, norm)[1]]
 
     def collective(x: Tensor, own: Tensor) -> list[Tensor]:
         results = ops.linear_add(x, down, own), ops.gate_up(x, gate_up)
-        return [part for y in results for part in (y, by_collective(y, axis.size, axis.group, False))]
+        parts = [part for y in results for part in (y, by_collective(y, axis.size, axis.group, False))]
+        return [*parts, ops.rms_norm(parts[1], *norm)]
 
     for tile in TILES:
         choice.overrides |= {(n, depth): tile for n in (columns, 2 * columns)}
@@ -222,8 +227,8 @@ def layers(world: World, replays: int, rows: int = 8) -> dict[str, Any]:
         ranks, group = axis.size, axis.group
         for o, gate_up, down in weights:
             attended = push_columns(own + 1, ranks, group, False)
-            own, whole = push_linear_add(attended, o, own, ranks, group)
-            _, gated = push_gate_up(ops.rms_norm(whole, norm, 1e-6), gate_up, ranks, group)
+            own, normed = push_linear_add_norm(attended, o, own, ranks, group, ops.Norm(norm, 1e-6))
+            _, gated = push_gate_up(normed, gate_up, ranks, group)
             own, whole = push_linear_add(gated, down, own, ranks, group)
         return [whole, own]
 

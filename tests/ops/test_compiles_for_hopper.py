@@ -51,7 +51,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict
         (
             "generate",
             {"_linear_kernel", "_decode_kernel", "_decode_async_kernel", "_group_kernel", "_draw_kernel"}
-            | {"_push_kernel"},
+            | {"_push_kernel", "_take_norm_kernel"},
         ),
         ("latent", {"_attention_kernel", "_persistent_kernel"}),
     ],
@@ -65,9 +65,10 @@ def test_kernels_compile_and_fit(found: dict[str, tuple[int, dict]], command: st
 
 
 def test_ranks_have_the_same_kernels(found: dict[str, tuple[int, dict]]) -> None:
-    """Of words that go to all, or to the rows' owners, or that products have stored: the first rank of a host compiles
-    for the others."""
-    assert [kernel["kernel"] for kernel in found["generate"][1]["kernels"]].count("_push_kernel") == 3
+    """Of words that go to all, or to the rows' owners, or that products have stored, also those of a norm: the first
+    rank of a host compiles for the others."""
+    names = [kernel["kernel"] for kernel in found["generate"][1]["kernels"]]
+    assert (names.count("_push_kernel"), names.count("_take_norm_kernel")) == (3, 1)
 
 
 def test_a_kernel_too_large_is_named(found: dict[str, tuple[int, dict]]) -> None:

@@ -1,7 +1,8 @@
 """The operators, and their fallback by collectives.
 
 In those of products and of attention, to which `graph.passes.fuse` joins one of these and its push, the kernel that
-computes the words stores them in the other ranks' memory, so that they are on their way before it has ended.
+computes the words stores them in the other ranks' memory, so that they are on their way before it has ended. Where a
+norm is all that reads what was pushed, the kernel that takes the words computes it.
 
 Shape suffixes: T rows, K depth, N a rank's columns; D model dim, F a rank's feed-forward dim; S sequences, E a rank's
 fused projection.
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from ...ops.attention.operator import attention_decode
 from ...ops.linear.operator import gate_up, linear_add
+from ...ops.norm.operator import rms_norm
 from ...ops.operator import operator
-from ...ops.records import NO_GROUPS, PLAIN, SILU, AttentionScores, Contexts, KVPages, PrefixGroups, Rotation
+from ...ops.records import NO_GROUPS, PLAIN, SILU, AttentionScores, Contexts, KVPages, Norm, PrefixGroups, Rotation
 from .. import torch_private
 
 
@@ -73,6 +75,18 @@ def push_linear_add(
     """`linear_add`, [T, N], and `push_columns` of it, [T, ranks * N]."""
     own_TN = linear_add.on_cpu[x_TK.dtype](x_TK, weight_NK, residual_TN, bias_N)
     return own_TN, by_collective(own_TN, ranks, group, False)
+
+
+@operator(
+    cuda="triton_products:push_linear_add_norm",
+    fake=lambda x_TK, weight_NK, _, ranks, *__: _results(x_TK.shape[0], weight_NK.shape[0], ranks, x_TK),
+)
+def push_linear_add_norm(
+    x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, ranks: int, group: str, norm: Norm
+) -> tuple[Tensor, Tensor]:
+    """`linear_add`, [T, N], and `rms_norm` of `push_columns` of it, [T, ranks * N]."""
+    own_TN = linear_add.on_cpu[x_TK.dtype](x_TK, weight_NK, residual_TN)
+    return own_TN, rms_norm.on_cpu[x_TK.dtype](by_collective(own_TN, ranks, group, False), *norm)
 
 
 @operator(

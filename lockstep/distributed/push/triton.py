@@ -40,10 +40,10 @@ POLLS = 256  # polls of the words between two reads of the clock, about 0.1 ms
 
 
 @triton.jit
-def _now():
-    """The time in nanoseconds, the same for all threads of the program."""
+def _now(words):
+    """The time in nanoseconds, the same for all threads of the program, each of which has some of the words."""
     by_thread = tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l,r", [tl.arange(0, 128)], dtype=tl.int64, is_pure=False, pack=1
+        "mov.u64 $0, %globaltimer;", "=l,l", [words], dtype=tl.int64, is_pure=False, pack=1
     )
     return tl.max(by_thread, axis=0)
 
@@ -64,21 +64,22 @@ def _all_marked(words, launch):
 
 
 @triton.jit
-def _awaited(from_ptr, at, inside, launch, patience, late_ptr, late, POLLS: tl.constexpr):
-    """Poll until all words carry the launch's mark, and return them; `late` is reported to the host on a timeout."""
+def awaited(from_ptr, at, inside, launch, patience, late_ptr, late, POLLS: tl.constexpr):
+    """Poll until all words carry the launch's mark, and return them. On a timeout, `late` of a word that has not come
+    is reported to the host."""
     unread = launch << 32
     words = tl.load(from_ptr + at, mask=inside, other=unread, volatile=True)
-    polls, until = 0, tl.zeros([], tl.int64)
+    polls, until = 0, launch * 0
     while not _all_marked(words, launch):
         words = tl.load(from_ptr + at, mask=inside, other=unread, volatile=True)
         polls += 1
         if polls == POLLS:
             polls = 0
-            now = _now()
+            now = _now(words)
             if until == 0:
                 until = now + patience
             if now > until:
-                _end_all_work(late_ptr, late)
+                _end_all_work(late_ptr, tl.max(tl.where((words >> 32) == launch, 0, late), axis=0))
     return words
 
 
@@ -92,6 +93,18 @@ def _slot(address_ptr, sender, SLOT: tl.constexpr):
 def _place(at, width, sender, RANKS: tl.constexpr):
     """The offset in [R, RANKS * W] of a sender's word `at`, where its words are its columns."""
     return (at // width).to(tl.int64) * (RANKS * width) + sender * width + at % width
+
+
+@triton.jit
+def count_launch(state_ptr, launch, programs, PDL: tl.constexpr):
+    """Count a launch of so many programs in its last one, when all have read the number; with PDL, once the kernel
+    before it has ended."""
+    if PDL:
+        pdl.gdc_wait()
+    tl.debug_barrier()
+    if tl.atomic_add(state_ptr + 1, 1) == programs - 1:
+        tl.store(state_ptr + 1, launch * 0)
+        tl.store(state_ptr, launch)
 
 
 @triton.jit(do_not_specialize=["rank"])  # one binary for all ranks: the first of each host compiles it
@@ -134,15 +147,10 @@ def _push_kernel(
                 words = tl.load(own_ptr + at, mask=at < end)
             else:
                 late = launch * RANKS + other
-                marked = _awaited(from_ptr + parity, at, at < end, launch, patience, late_ptr, late, POLLS)
+                marked = awaited(from_ptr + parity, at, at < end, launch, patience, late_ptr, late, POLLS)
                 words = marked.to(x_ptr.dtype.element_ty)
             tl.store(out_ptr + _place(at, width, other, RANKS), words, mask=at < end)
-        if PDL and not STORE:
-            pdl.gdc_wait()
-        tl.debug_barrier()
-        if tl.atomic_add(state_ptr + 1, 1) == RANKS * chunks - 1:  # the last program: all have read the launch number
-            tl.store(state_ptr + 1, tl.zeros([], tl.int64))
-            tl.store(state_ptr, launch)
+        count_launch(state_ptr, launch, RANKS * chunks, PDL and not STORE)
 
 
 def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:

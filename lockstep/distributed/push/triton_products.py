@@ -1,5 +1,5 @@
 """Pushed products and attention on GPUs: the kernel that computes words stores them for the other ranks, and a second
-one takes theirs."""
+one takes theirs, and may normalize the rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from ...ops.attention.triton_decode import attention_decode
 from ...ops.linear import kernels
 from ...ops.linear.choice import Kind, weight_tiles
+from ...ops.norm.triton import rms_norm
 from ...ops.records import (
     NO_GROUPS,
     PLAIN,
@@ -17,17 +18,32 @@ from ...ops.records import (
     Contexts,
     Epilogue,
     KVPages,
+    Norm,
     PrefixGroups,
     Rotation,
 )
 from .memory import shared_memory
 from .triton import launch_push, push_columns
+from .triton_norm import has_words_of_norm, take_norm
 
 
 def push_linear_add(
     x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, ranks: int, group: str, bias_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     return _push_product("linear_add", (x_TK, weight_NK, residual_TN), Epilogue(bias_N), ranks, group)
+
+
+def push_linear_add_norm(
+    x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, ranks: int, group: str, norm: Norm
+) -> tuple[Tensor, Tensor]:
+    rows, columns = residual_TN.shape
+    if not (_stores("linear_add", rows, weight_NK, False) and has_words_of_norm(columns)):
+        own_TN, all_TN = push_linear_add(x_TK, weight_NK, residual_TN, ranks, group)
+        return own_TN, rms_norm(all_TN, *norm)
+    memory = shared_memory(group)
+    normed_TN = x_TK.new_empty(rows, ranks * columns)  # before the product, in whose operands' memory it may not lie
+    own_TN = kernels.product("linear_add", x_TK, weight_NK, residual_TN, Epilogue(peers=memory.peers))
+    return own_TN, take_norm(normed_TN, norm, memory)
 
 
 def push_gate_up(
@@ -43,11 +59,11 @@ def _push_product(
     followed by a whole push."""
     x_TK, weight_NK, residual_TN = operands
     rows, columns = x_TK.shape[0], weight_NK.shape[0] // weight_tiles(kind)
-    if not (_fits(rows, columns) and kernels.stores_to_peers(kind, rows, weight_NK, epilogue.bias_N is not None)):
+    if not _stores(kind, rows, weight_NK, epilogue.bias_N is not None):
         own_TN = kernels.product(kind, x_TK, weight_NK, residual_TN, epilogue)
         return own_TN, push_columns(own_TN, ranks, group, False)
     memory = shared_memory(group)
-    all_TN = x_TK.new_empty(rows, ranks * columns)  # before the product, in whose operands' memory it may not lie
+    all_TN = x_TK.new_empty(rows, ranks * columns)  # before the product, as above
     own_TN = kernels.product(kind, x_TK, weight_NK, residual_TN, epilogue._replace(peers=memory.peers))
     return own_TN, launch_push(own_TN, False, memory, store=False, out=all_TN)
 
@@ -72,6 +88,12 @@ def push_attention_decode(
     memory, all_SE = shared_memory(group), qkv_SE.new_empty(rows, ranks * columns)  # before attention, as above
     own_SNH = attention_decode(*arguments, memory.peers)
     return own_SNH, launch_push(own_SNH.flatten(1), False, memory, store=False, out=all_SE)
+
+
+def _stores(kind: Kind, rows: int, weight_NK: Tensor, biased: bool) -> bool:
+    """Whether the product's kernel stores its words, and a slot holds them."""
+    fits = _fits(rows, weight_NK.shape[0] // weight_tiles(kind))
+    return fits and kernels.stores_to_peers(kind, rows, weight_NK, biased)
 
 
 def _fits(rows: int, columns: int) -> bool:

@@ -22,6 +22,7 @@ COLLECTIVES = "_c10d_functional."
 PUSH = "lockstep.push_columns"  # all-gathers columns, or sends each row, with all its columns, to its owner
 # Operators whose second result is a push of the first, and where in their arguments the number of ranks is.
 PUSHED = {"lockstep.push_linear_add": 3, "lockstep.push_gate_up": 2, "lockstep.push_attention_decode": 13}
+PUSHED_NORM = "lockstep.push_linear_add_norm"  # whose second result is a norm of what is pushed
 _REDUCES = frozenset(
     COLLECTIVES + name
     for name in (
@@ -75,7 +76,7 @@ class _Layout(NamedTuple):
 
 def communicates(node: fx.Node) -> bool:
     """Whether a call brings elements from other ranks."""
-    return op_name(node).startswith(COLLECTIVES) or op_name(node) == PUSH or op_name(node) in PUSHED
+    return op_name(node).startswith(COLLECTIVES) or op_name(node) in {PUSH, PUSHED_NORM, *PUSHED}
 
 
 class CrossRankSums:
@@ -110,7 +111,7 @@ class CrossRankSums:
         """The elements in a call's result, and whether the call sums elements across ranks."""
         if name in _REDUCES:
             return None, True
-        if name in PUSHED:  # its results are handled item by item
+        if name in PUSHED or name == PUSHED_NORM:  # its results are handled item by item
             return None, self._mixes(node)
         if communicates(node) and name != WAIT:
             return self._received(node, name), False

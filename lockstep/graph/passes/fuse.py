@@ -10,11 +10,14 @@ from torch import Tensor, fx
 
 from ...ops.records import PLAIN, AttentionGradient, Packed, Rotation
 from ..ir.captured import Captured, aliased_arguments, op_name, written_arguments
-from ..ir.cross_rank_sums import PUSH, PUSHED, communicates
+from ..ir.cross_rank_sums import PUSH, PUSHED, PUSHED_NORM, communicates
 from ..torch_private import trace as torch_trace
 from .rewrite import match_call, reachable_nodes, rewritten
 
 ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # arguments of attention's backward before scores
+# Products that norm their rows: what they are without, and where the norm's offset is in the arguments after epsilon.
+_APART = {"lockstep.norm_linear": ("lockstep.normed_linear", 1), "lockstep.norm_gate_up": ("lockstep.gate_up", 0)}
+_UNBIASED = 5  # arguments of a pushed product and sum before its bias
 ROTATION_ARGS = 2 + len(Rotation._fields)  # rotation's backward: gradient, projection, and the rotation
 
 
@@ -27,7 +30,7 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
     - The backward of a norm and the addition of the residual's gradient.
     - The embedding's backward and the addition to the LM head's gradient, where both share one table.
     - Gradient accumulation, moved right behind each gradient, which is then still in cache and can be freed early.
-    - A product, or attention of a decode step, and the push of its columns.
+    - A product, or attention of a decode step, and the push of its columns; and a norm that alone reads all columns.
     """
     result = rewritten(captured)
     joins = {
@@ -36,6 +39,7 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
         "embeddings with LM heads": _join_table,
         "gradients added up as they come": _accumulate_early,
         "pushes with what they push": _join_push,
+        "norms with what they read": _join_norm,
     }
     counts = {what: sum(map(join, list(result.graph.nodes))) for what, join in joins.items()}
     return result, ", ".join(f"{count} {what}" for what, count in counts.items())
@@ -134,24 +138,49 @@ def _join_push(push: fx.Node) -> bool:
     if op_name(source) == "lockstep.norm_gate_up":
         source = _part_norm(source)
     place = PUSHED[name]
-    with push.graph.inserting_before(source):
-        both = _insert(source, name, [*source.args[:place], *push.args[1:3], *source.args[place:]])
-        parts = [push.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
-    torch_trace.set_fake_value(both, tuple(map(torch_trace.fake_value, (source, push))))
-    for node, part in zip((source, push), parts, strict=True):
-        torch_trace.copy_tags(node, [part])
-        torch_trace.set_fake_value(part, torch_trace.fake_value(node))
-        node.replace_all_uses_with(part)
+    _join(source, push, name, [*source.args[:place], *push.args[1:3], *source.args[place:]])
     _erase(push, *([viewed] if viewed else []), source)
     return True
 
 
+def _join_norm(norm: fx.Node) -> bool:
+    """A norm, of itself or of a product that norms its rows, is all that reads the columns of a pushed product."""
+    if op_name(norm) not in {"lockstep.rms_norm", *_APART} or norm.kwargs:
+        return False
+    whole, weight = cast(tuple[fx.Node, fx.Node], norm.args[:2])
+    pushed = match_call(_source(whole), "lockstep.push_linear_add")
+    own = pushed and _item(pushed, 0)
+    if not (pushed and own and whole is _item(pushed, 1) and _has_one_user(whole)):
+        return False
+    if any(pushed.args[_UNBIASED:]) or not weight < pushed or _is_written(weight):
+        return False
+    if op_name(norm) in _APART:
+        norm = cast(fx.Node, _part_norm(norm).args[0])
+    _join(own, norm, PUSHED_NORM, [*pushed.args[:_UNBIASED], *norm.args[1:]])
+    _erase(norm, whole, own, pushed)
+    return True
+
+
+def _join(first: fx.Node, second: fx.Node, name: str, args: Sequence[Any]) -> None:
+    """Insert a call before `first` whose results take the places of two calls' results."""
+    with first.graph.inserting_before(first):
+        both = _insert(first, name, args)
+        parts = [first.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+    torch_trace.set_fake_value(both, tuple(map(torch_trace.fake_value, (first, second))))
+    for node, part in zip((first, second), parts, strict=True):
+        torch_trace.copy_tags(node, [part])
+        torch_trace.set_fake_value(part, torch_trace.fake_value(node))
+        node.replace_all_uses_with(part)
+
+
 def _part_norm(product: fx.Node) -> fx.Node:
     """A product of a norm's result, in place of one that norms its rows, which is the same two kernels."""
+    name, place = _APART[op_name(product)]
     x, weight, matrix, eps, *others = product.args
+    offset = others[place : place + 1]
     with product.graph.inserting_before(product):
-        norm = _insert(product, "lockstep.rms_norm", [x, weight, eps, *others[:1]])
-        found = _insert(product, "lockstep.gate_up", [norm, matrix, *others[1:]])
+        norm = _insert(product, "lockstep.rms_norm", [x, weight, eps, *offset])
+        found = _insert(product, name, [norm, matrix, *others[:place], *others[place + 1 :]])
     torch_trace.set_fake_value(norm, torch_trace.fake_value(cast(fx.Node, x)))
     torch_trace.set_fake_value(found, torch_trace.fake_value(product))
     product.replace_all_uses_with(found)

@@ -105,7 +105,11 @@ def norm_linear(
     bias_E: Tensor | None = None,
     weight_offset: float = 0.0,
 ) -> Tensor:
-    return product("norm_linear", rms_norm(x_TD, norm_D, eps, weight_offset), weight_ED, None, Epilogue(bias_E))
+    return normed_linear(rms_norm(x_TD, norm_D, eps, weight_offset), weight_ED, bias_E)
+
+
+def normed_linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    return product("norm_linear", x_TD, weight_ED, None, Epilogue(bias_E))
 
 
 def norm_gate_up(

@@ -92,6 +92,16 @@ def norm_linear(
 
 
 @operator(
+    cuda="kernels:normed_linear",
+    fake=lambda x_TD, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
+    composed=linear,
+)
+def normed_linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """`linear(x, weight, bias)`, [T, E]: `norm_linear` without a norm."""
+    return linear.on_cpu[x_TD.dtype](x_TD, weight_ED, bias_E)
+
+
+@operator(
     cuda="kernels:norm_gate_up",
     fake=lambda x_TD, norm_D, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
     composed=lambda x_TD, norm_D, weight_ED, eps, weight_offset=0.0, activation=SILU: silu_mul(

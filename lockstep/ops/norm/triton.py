@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import pdl
 from ..rows import aligned_rows, num_warps, sum_partials, unit_inner
 
+ROW_THREAD = 8  # elements of a row that a thread loads at a time, if they are aligned
 NORM_ROWS = 8  # rows whose weight gradients one program adds up
 NORM_TILE, NORM_THREAD = 2048, 16  # elements at a time, per program and per thread
 
@@ -65,7 +66,7 @@ def norm_add(
         x_TD, weight_D, residual_TD, out_TD, x_TD.stride(0), None if residual_TD is None else residual_TD.stride(0),
         eps,
         OFFSET=weight_offset, WIDTH=width, BLOCK=triton.next_power_of_2(width),
-        **pdl.options(x_TD, num_warps=num_warps(width, 8)),
+        **pdl.options(x_TD, num_warps=num_warps(width, ROW_THREAD)),
     )  # fmt: skip
     return out_TD
 

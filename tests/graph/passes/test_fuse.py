@@ -275,6 +275,72 @@ def test_a_product_and_the_push_of_its_columns_become_one_call(monkeypatch: pyte
     assert len(found[0]) == len(found[1]) == 3 and all(map(torch.equal, *found))
 
 
+def normed_products(t: Inputs) -> dict[str, Tensor]:
+    """Products that two ranks share, of which norms read all columns: alone, of a product, of one that is pushed."""
+    axis, p, x, own = Axis("tp", 2, 1, pushes=True), t.param, t.user["x"], t.user["x"][:, :4]
+
+    def added(own: Tensor) -> tuple[Tensor, Tensor]:
+        own = ops.linear_add(x, p["square"], own)
+        return own, all_gather_columns((own,), axis)[0]
+
+    own, whole = added(own)
+    qkv = ops.norm_linear(whole, p["norm"], p["qkv"], 1e-5, p["bias"], 1.0)
+    own, whole = added(own)
+    plain = ops.norm_linear(whole, p["norm"], p["qkv"], 1e-6)
+    own, whole = added(own)
+    own_gated = ops.norm_gate_up(whole, p["norm"], p["gate_up"], 1e-6, 1.0, "gelu_tanh")
+    gated = all_gather_columns((own_gated,), axis)[0]
+    own, whole = added(own)
+    sums = ops.rms_norm(whole, p["norm"], 1e-6).sum(1)
+    return {"own": own * 2, "qkv": qkv, "plain": plain, "gated": gated, "sums": sums}
+
+
+def parameters_of_norms() -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"norm": (8,), "qkv": (6, 8), "gate_up": (24, 8), "bias": (6,), "square": (4, 8)}
+    parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return Inputs(param=parameters, user={"x": torch.randn(6, 8, generator=generator)})
+
+
+def test_a_norm_that_alone_reads_what_was_pushed_becomes_a_part_of_that_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "by_collective", alike)
+    inputs = parameters_of_norms()
+    with torch.no_grad():
+        before = capture("normed", normed_products, inputs)
+        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    assert calls(after)["lockstep.push_linear_add_norm"] == 4 and calls(after)["lockstep.normed_linear"] == 2
+    assert not calls(after).keys() & {"lockstep.push_linear_add", "lockstep.rms_norm", "lockstep.norm_linear"}
+    assert "5 pushes with what they push, 4 norms with what they read" in after.log[-1]
+    assert len(found[0]) == len(found[1]) == 5 and all(map(torch.equal, *found))
+
+
+def other_norms(t: Inputs) -> dict[str, Tensor]:
+    """A norm beside another reader; of a product with a bias; with weights that are written, or computed later."""
+    axis, p, x, own, found = Axis("tp", 2, 1, pushes=True), t.param, t.user["x"], t.user["x"][:, :4], []
+    scale = p["norm"] + 1
+    for bias in (None, p["bias"][:4], None, None):
+        own = ops.linear_add(x, p["square"], own, bias)
+        whole = all_gather_columns((own,), axis)[0]
+        if len(found) == 2:
+            scale.mul_(2)
+        found.append(ops.rms_norm(whole, p["norm"] * 2 if len(found) == 3 else scale, 1e-6))
+        if len(found) == 1:
+            found[0] = found[0] + whole
+    return {str(i): x for i, x in enumerate(found)}
+
+
+def test_other_norms_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "by_collective", alike)
+    inputs = parameters_of_norms()
+    with torch.no_grad():
+        before = capture("others", other_norms, inputs)
+        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    assert (calls(after)["lockstep.push_linear_add"], calls(after)["lockstep.rms_norm"]) == (4, 4)
+    assert len(found[0]) == len(found[1]) == 4 and all(map(torch.equal, *found))
+
+
 def written_products(t: Inputs) -> dict[str, Tensor]:
     """Products that are written after they are computed: through a view before their push, or after it."""
     axis, x = Axis("tp", 2, 1, pushes=True), t.user["x"]
