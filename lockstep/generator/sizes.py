@@ -16,9 +16,8 @@ from .scheduler import Chunk
 
 SMALLEST_BATCH = 128  # prompt tokens
 MIN_SAVED = 16384  # positions a step must save for reading prefixes by group to pay for its additional kernel
-CONCURRENT_HEADS = (
-    264  # rows * KV heads that a GPU attends for at once: up to this, rows read a one-split prefix faster alone
-)
+# Up to so many rows * KV heads, rows read prefixes faster alone unless each saves so many positions on average.
+LEAST_SAVED = ((132, KEY_SPLIT), (264, 448))  # heads that an H200 attends for at once, and twice as many
 
 # The dynamic sizes among the graphs of one function, by input and dimension.
 DECODE: graph.Dynamic = {
@@ -83,7 +82,8 @@ def pays_to_group(rows: int, prompt_tokens: int, samples: int, kv_heads: int) ->
 
 def _saves_time(rows: int, kv_heads: int, saved: int) -> bool:
     """The same, given the positions that this saves reading."""
-    return saved >= MIN_SAVED and (rows * kv_heads > CONCURRENT_HEADS or saved >= rows * KEY_SPLIT)
+    least = next((positions for heads, positions in LEAST_SAVED if rows * kv_heads <= heads), 0)
+    return saved >= max(MIN_SAVED, rows * least)
 
 
 class ExactSizes:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep import ops
+from lockstep.ops.attention import triton_decode
 from lockstep.ops.attention.operator import KEY_SPLIT
 
 EDGES = [0, 1, 62, 63, 64, 65, 127, 128, 200, 256, 1000, 2047, 4094, 4095, 4096, 4097, 4160, 8191, 8192, 8193, 8999]
@@ -109,7 +110,6 @@ def test_other_splits_are_caught(census, monkeypatch):
 
 def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
     from lockstep.ops.attention import triton as attention_triton
-    from lockstep.ops.attention import triton_decode
 
     length = 700
     q, k, v = qkv_rows(length)
@@ -126,12 +126,21 @@ def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
         monkeypatch.setattr(
             triton_decode, "_choose_group_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile)
         )
+        choose_group_kernel(monkeypatch, False)
         assert census("attention: other tiles, groups", decoded(q, k, v, 16, rows, *shared), whole[rows]) == 0
 
 
+def choose_group_kernel(monkeypatch, by_warp: bool) -> None:
+    """Choose the kernel of groups, where both run."""
+    if triton_decode.hopper_decode is not None:
+        monkeypatch.setattr(triton_decode.hopper_decode, "pays_for_groups", lambda *_: by_warp)
+
+
+@pytest.mark.parametrize("by_warp", [True, False])
 @pytest.mark.parametrize("width", [8, 20])
-@pytest.mark.parametrize("shared", [64, 145, 4096, 4500, 8200])
-def test_groups_change_no_bit(census, shared, width):
+@pytest.mark.parametrize("shared", [64, 145, 320, 1030, 4096, 4500, 8200])
+def test_groups_change_no_bit(census, monkeypatch, shared, width, by_warp):
+    choose_group_kernel(monkeypatch, by_warp)
     q, k, v = qkv_rows(9000)
     rows = [row for row in EDGES if row + 1 >= shared] + [0, 63]
     groups = torch.full((len(rows), width), -1, dtype=torch.int32)

@@ -321,6 +321,9 @@ def test_both_decode_kernels_have_the_same_words_at_the_extremes(census, monkeyp
             patch.setattr(triton_decode.hopper_decode, "pays", lambda *_, by_warp=by_warp: by_warp)
             out[by_warp] = ops.attention_paged(q, ops.KVPages(*caches), ops.Paged(table, starts, lengths, 1, context))
     assert census("decode: a tile a warp = a tile for all warps, extremes", out[True], out[False]) == 0
+    alone = ops.PrefixGroups(torch.arange(4, device=DEVICE).int().view(4, 1), lengths)
+    grouped = ops.attention_paged(q, ops.KVPages(*caches), ops.Paged(table, starts, lengths, 1, context), alone)
+    assert census("decode: groups, a tile a warp = alone, extremes", grouped, out[True]) == 0
 
 
 @pytest.mark.parametrize("m", [1, 40, 256])

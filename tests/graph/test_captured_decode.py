@@ -126,7 +126,7 @@ def test_after_warm_up_nothing_is_captured(decoder, runtime_of: Callable[..., Ru
 
 def test_prefixes_are_read_by_group_where_that_is_worth_a_kernel(decoder, runtime_of, monkeypatch) -> None:
     monkeypatch.setattr(graphs_module, "MIN_SAVED", 300)
-    monkeypatch.setattr(graphs_module, "CONCURRENT_HEADS", 0)
+    monkeypatch.setattr(graphs_module, "LEAST_SAVED", ())
     model, runtime = decoder(), runtime_of(recorded=True)
     captured = engine(model, runtime)
     params = SamplingParams(n=4, max_completion_length=20, ignore_eos=True)

@@ -69,7 +69,7 @@ def test_samples_that_share_a_prompt_are_grouped_whatever_was_sampled_before(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sizes, "MIN_SAVED", 100)
-    monkeypatch.setattr(sizes, "CONCURRENT_HEADS", 0)
+    monkeypatch.setattr(sizes, "LEAST_SAVED", ())
     prompt, alone, together = "a prompt of a page and more, " * 4, replace(SHORT, n=1), replace(SHORT, n=4)
     plain = loaded(model, None)
     with loaded(model) as llm:

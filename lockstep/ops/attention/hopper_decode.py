@@ -1,6 +1,6 @@
 """Attention of one query token per sequence over a paged cache, for few programs: a tile of keys a warp.
 
-The words of `triton_decode._decode_kernel`, whose arguments are these, with fewer waits. A program goes through four
+The words of `triton_decode`'s kernels of sequences and of groups, whose arguments are these, with fewer waits. A program goes through four
 tiles of 64 keys at a time, a super-tile, with as many warps. Each warp computes the scores, the maxima and the row sums
 of one tile, as `triton_tiles.attend` does, so that warps meet once to exchange the maxima of rows, and once to exchange
 probabilities, for all these tiles. The running shift, the sums and the output then go through the tiles in order, the
@@ -48,6 +48,7 @@ WARPS = 4
 HEAD_DIMS = (64, 128)
 MAX_PROGRAMS = MULTIPROCESSORS  # the most programs for which it pays
 MIN_CONTEXT = 64  # the longest context for which it does not pay
+LONG_CONTEXT = 1024  # above this it pays for twice as many programs of groups
 
 _M, _L, _W = gl.constexpr(ROWS), gl.constexpr(KEY_TILE), gl.constexpr(WARPS)
 _BLOCK = gl.constexpr(BLOCK)
@@ -79,6 +80,13 @@ def _value_layout(head_dim):
     lanes = head_dim // 8
     along = lanes // 4  # warps along the blocks
     return gl.BlockedLayout([1, 4 * along, 8], [32 // lanes, 1, lanes], [along, WARPS // along, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _rowwise(head_dim):
+    """Of query rows, [M, H]."""
+    lanes = head_dim // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [WARPS, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -268,6 +276,116 @@ def _attend(
     return shift_M, sum_M, acc_MH, next_rows
 
 
+@gluon.jit
+def _attend_all(q, memory, pages, begin, end, limit, scale, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """The state of query rows [M, H] after positions `begin` to `end`, of which the first units have been requested."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, _W], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    along: gl.constexpr = gl.SliceLayout(1, mma)
+    q_shared = gl.allocate_shared_memory(q.dtype, [_M, HEAD_DIM], _swizzled(HEAD_DIM), q)
+    HALF: gl.constexpr = HEAD_DIM // 2
+    q_parts = q_shared.slice(0, HALF, dim=1).load(left), q_shared.slice(HALF, HALF, dim=1).load(left)
+
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    most_shared = gl.allocate_shared_memory(gl.float32, [_W * _M], flat)
+    sum_shared = gl.allocate_shared_memory(gl.float32, [_W * _M], flat)
+    exchange = (most_shared, sum_shared, gl.allocate_shared_memory(q.dtype, [_W * _M, _L], _swizzled(_L)))
+    rows = _find_later_rows(begin, limit, pages, HEAD_DIM, PAGE_SIZE)
+    shift_M, sum_M = gl.full([_M], float("-inf"), gl.float32, along), gl.full([_M], 0.0, gl.float32, along)
+    state = shift_M, sum_M, gl.zeros([_M, HEAD_DIM], gl.float32, mma), rows
+    whole = begin + gl.maximum((end - begin) // _SUPER - 1, 0) * _SUPER  # up to here, no request passes the end
+    for start in range(begin, whole, _SUPER):
+        state = _attend(state, memory, exchange, pages, q_parts, start, end, limit, scale, HEAD_DIM, PAGE_SIZE, False)
+    for start in range(whole, end, _SUPER):
+        state = _attend(state, memory, exchange, pages, q_parts, start, end, limit, scale, HEAD_DIM, PAGE_SIZE, True)
+    async_copy.wait_group(0)
+    return state[0], state[1], state[2]
+
+
+@gluon.jit
+def _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM: gl.constexpr):
+    """`triton_tiles.store_state`."""
+    shift_M, sum_M, acc_MH = state
+    gl.store(statistics_ptr + state_M, shift_M, mask=mask_M)
+    gl.store(statistics_ptr + states + state_M, sum_M, mask=mask_M)
+    layout: gl.constexpr = acc_MH.type.layout
+    offset = (state_M * HEAD_DIM)[:, None] + _axis(HEAD_DIM, 1, layout)
+    gl.store(acc_ptr + offset, acc_MH, mask=mask_M[:, None])
+
+
+@gluon.jit(do_not_specialize=["sequences", "table_width"])
+def _group_async_kernel(
+    q_ptr,  # [S, N, H]
+    k_ptr,  # [P * page_size, K, H]
+    v_ptr,
+    acc_ptr,
+    statistics_ptr,
+    table_ptr,  # [S, pages]
+    group_rows_ptr,  # [C, WIDTH], contiguous
+    shared_len_ptr,  # [S]
+    sequences,
+    table_stride,
+    q_stride,
+    q_head_stride,
+    k_stride: gl.constexpr,
+    k_head_stride,
+    v_stride: gl.constexpr,
+    v_head_stride,
+    scale,
+    table_width,
+    PDL: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    GROUP: gl.constexpr,  # query heads a kv head
+    HEAD_DIM: gl.constexpr,
+    BLOCK_H: gl.constexpr,  # the same
+):
+    """`triton_decode._group_kernel`, with tiles of ROWS query rows."""
+    rowwise: gl.constexpr = _rowwise(HEAD_DIM)
+    along: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([2, 0], [1, _W], [16, 8]))
+    TILES: gl.constexpr = (WIDTH * GROUP + _M - 1) // _M
+
+    pdl.release_and_wait(PDL)
+    kv_head, split = gl.program_id(0), gl.program_id(2)
+    group_rows_ptr += gl.program_id(1) // TILES * WIDTH
+    first = gl.load(group_rows_ptr)
+    if first < 0:
+        return
+    begin = split * SPLIT
+    end = gl.minimum(gl.load(shared_len_ptr + first) // _L * _L, begin + SPLIT)
+    if end <= begin:
+        return
+    row_M = gl.program_id(1) % TILES * _M + gl.arange(0, _M, layout=along)
+    member_M = row_M // GROUP
+    sequence_M = gl.load(group_rows_ptr + member_M, mask=member_M < WIDTH, other=-1)
+    if gl.max(sequence_M, axis=0) < 0:
+        return
+
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    pages = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr + first.to(gl.int64) * table_stride, 0, 0, 0)
+    limit = table_width * PAGE_SIZE
+    keys = _find_rows(begin, limit, pages, 0, HEAD_DIM, PAGE_SIZE)
+    first_rows = keys, keys, _find_rows(begin, limit, pages, 2, HEAD_DIM, PAGE_SIZE)
+    memory = _allocate(k_ptr.dtype.element_ty, HEAD_DIM)
+    if begin + _SUPER <= end:
+        _request_first(memory, pages, first_rows, begin, end, HEAD_DIM, False)
+    else:
+        _request_first(memory, pages, first_rows, begin, end, HEAD_DIM, True)
+    head_M = kv_head * GROUP + row_M % GROUP
+    mask_M = sequence_M >= 0
+    offset_M = sequence_M.to(gl.int64) * q_stride + head_M * q_head_stride
+    queries: gl.constexpr = gl.SliceLayout(1, rowwise)
+    at = q_ptr + gl.convert_layout(offset_M, queries)[:, None] + _axis(HEAD_DIM, 1, rowwise)
+    q = gl.load(at, mask=gl.convert_layout(mask_M, queries)[:, None], other=0.0)
+    state = _attend_all(q, memory, pages, begin, end, limit, scale, HEAD_DIM, PAGE_SIZE)
+    heads = gl.num_programs(0) * GROUP
+    state_M = (split * sequences + sequence_M).to(gl.int64) * heads + head_M
+    states = gl.num_programs(2).to(gl.int64) * sequences * heads
+    _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM)
+
+
 @gluon.jit(do_not_specialize=["table_width", "cache_rows", "rank"])
 def _decode_async_kernel(
     q_ptr,  # [S, N, H]; with slots, [S, (N + 2K) * H]
@@ -311,10 +429,9 @@ def _decode_async_kernel(
     """One split of one sequence."""
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, _W], [16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     along: gl.constexpr = gl.SliceLayout(1, mma)
     lanes: gl.constexpr = HEAD_DIM // 8
-    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [_W, 1], [1, 0])
+    rowwise: gl.constexpr = _rowwise(HEAD_DIM)
 
     kv_head, sequence, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     begin = split * SPLIT
@@ -368,41 +485,22 @@ def _decode_async_kernel(
         q = gl.load(at, mask=m < GROUP, other=0.0)
     if begin + _SUPER >= context:
         _request_first(memory, pages, first_rows, begin, end, HEAD_DIM, True)
-    q_shared = gl.allocate_shared_memory(dtype, [_M, HEAD_DIM], _swizzled(HEAD_DIM), q)
-    HALF: gl.constexpr = HEAD_DIM // 2
-    q_parts = q_shared.slice(0, HALF, dim=1).load(left), q_shared.slice(HALF, HALF, dim=1).load(left)
-
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    most_shared = gl.allocate_shared_memory(gl.float32, [_W * _M], flat)
-    sum_shared = gl.allocate_shared_memory(gl.float32, [_W * _M], flat)
-    exchange = (most_shared, sum_shared, gl.allocate_shared_memory(dtype, [_W * _M, _L], _swizzled(_L)))
-    rows = _find_later_rows(begin, limit, pages, HEAD_DIM, PAGE_SIZE)
-    shift_M, sum_M = gl.full([_M], float("-inf"), gl.float32, along), gl.full([_M], 0.0, gl.float32, along)
-    state = shift_M, sum_M, gl.zeros([_M, HEAD_DIM], gl.float32, mma), rows
-    whole = begin + gl.maximum((end - begin) // _SUPER - 1, 0) * _SUPER  # up to here, no request passes the end
-    for start in range(begin, whole, _SUPER):
-        state = _attend(state, memory, exchange, pages, q_parts, start, end, limit, scale, HEAD_DIM, PAGE_SIZE, False)
-    for start in range(whole, end, _SUPER):
-        state = _attend(state, memory, exchange, pages, q_parts, start, end, limit, scale, HEAD_DIM, PAGE_SIZE, True)
-    async_copy.wait_group(0)
-    shift_M, sum_M, acc, rows = state
+    state = _attend_all(q, memory, pages, begin, end, limit, scale, HEAD_DIM, PAGE_SIZE)
 
     row_M = gl.arange(0, _M, layout=along)
     mask_M = row_M < GROUP
     state_M = (split * sequences + sequence).to(gl.int64) * heads + kv_head * GROUP + row_M
-    offset, mask = (state_M * HEAD_DIM)[:, None] + _axis(HEAD_DIM, 1, mma), mask_M[:, None]
     if SPLITS:
         states = gl.num_programs(2).to(gl.int64) * sequences * heads
-        gl.store(statistics_ptr + state_M, shift_M, mask=mask_M)
-        gl.store(statistics_ptr + states + state_M, sum_M, mask=mask_M)
-        gl.store(acc_ptr + offset, acc, mask=mask)
+        _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM)
     else:
-        value = (acc / sum_M[:, None]).to(out_ptr.dtype.element_ty)
+        value = (state[2] / state[1][:, None]).to(out_ptr.dtype.element_ty)
         if RANKS > 1:
             quads: gl.constexpr = gl.BlockedLayout([1, 4], [16 // lanes, 2 * lanes], [_W, 1], [1, 0])
             to_store = gl.convert_layout(value, quads)
             store_to_peers(to_store, state_M, mask_M, 0, HEAD_DIM, addresses_ptr, state_ptr, rank, RANKS)
-        gl.store(out_ptr + offset, value, mask=mask)
+        offset = (state_M * HEAD_DIM)[:, None] + _axis(HEAD_DIM, 1, mma)
+        gl.store(out_ptr + offset, value, mask=mask_M[:, None])
 
 
 def supports(q: Tensor, caches: Sequence[Tensor], rows: int, page_size: int, scores: AttentionScores) -> bool:
@@ -422,6 +520,16 @@ def pays(programs: int, max_context_len: int) -> bool:
     return programs <= MAX_PROGRAMS and max_context_len > MIN_CONTEXT
 
 
+def pays_for_groups(programs: int, max_context_len: int) -> bool:
+    """Whether the kernel of groups is the faster one; usually half of the groups are empty."""
+    return programs <= (4 if max_context_len > LONG_CONTEXT else 2) * MAX_PROGRAMS
+
+
 def run(grid: tuple[int, int, int], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Launch the kernel with these positional arguments, constants and options."""
     _decode_async_kernel[grid](*arguments, num_warps=WARPS, **options)
+
+
+def run_groups(grid: tuple[int, int, int], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """The same of the kernel of groups."""
+    _group_async_kernel[grid](*arguments, num_warps=WARPS, **options)

@@ -423,14 +423,22 @@ def decode(
     key_bytes = 2 * KEY_TILE * block_h * q.element_size()
     if grouped:
         count, width = group_rows_CW.shape
-        rows, warps, stages = _choose_group_tile(width * group, kv_heads * count * splits, key_bytes)[:3]
-        grid = (kv_heads, count * triton.cdiv(width * group, rows), splits)
+        tile = _choose_group_tile(width * group, kv_heads * count * splits, key_bytes)
+        tiles = count * triton.cdiv(width * group, MIN_BLOCK)  # of the kernel with a tile of keys a warp
+        by_warp = hopper_decode is not None and hopper_decode.pays_for_groups(
+            kv_heads * tiles * splits, contexts.max_context_len
+        )
         members = (group_rows_CW.contiguous(), groups.shared_len_S, sequences)
-        _group_kernel[grid](
-            q, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale, WIDTH=width,
-            BLOCK_M=rows, num_warps=warps, num_stages=stages, **options,
-            **({"context_len_ptr": contexts.context_len_S} if scores.window else {}),
-        )  # fmt: skip
+        arguments = (q, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale)
+        if by_warp and hopper_decode.supports(q, (k_RKH, v_RKH), MIN_BLOCK, page_size, scores):
+            grid = (kv_heads, tiles, splits)
+            hopper_decode.run_groups(grid, (*arguments, block_table.shape[1]), {"WIDTH": width, **options})
+        else:
+            grid = (kv_heads, count * triton.cdiv(width * group, tile.query_rows), splits)
+            _group_kernel[grid](
+                *arguments, WIDTH=width, BLOCK_M=tile.query_rows, num_warps=tile.warps, num_stages=tile.stages,
+                **options, **({"context_len_ptr": contexts.context_len_S} if scores.window else {}),
+            )  # fmt: skip
     bounds = block_table.shape[1], k_RKH.shape[0]
     ahead = triton_prefetch.keys_per_program(programs, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0
     options |= {"AHEAD": ahead, "SPLITS": splits > 1, **({"OFFSET": offset} if offset else {})}

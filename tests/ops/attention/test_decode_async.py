@@ -1,4 +1,4 @@
-"""The kernel of decode attention with a tile of keys a warp: what it refuses, and its machine code for an H200."""
+"""The kernels of decode attention with a tile of keys a warp: what they refuse, and their machine code for an H200."""
 
 from __future__ import annotations
 
@@ -36,23 +36,25 @@ class Hopper:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Hopper())
-from lockstep.ops.attention.hopper_decode import WARPS, _decode_async_kernel as kernel
+from lockstep.ops.attention.hopper_decode import WARPS, _decode_async_kernel, _group_async_kernel
 
 def tensor(dtype): return torch.empty(64, dtype=dtype)
 
 bf16, f32, i32, i64 = map(tensor, (torch.bfloat16, torch.float32, torch.int32, torch.int64))
 rotation = i64, bf16, bf16, f32, 128, 1e-6
 sizes = 256, 100_000, 256, 6144, 128, 1024, 128, 1024, 128
-options = dict(PDL=True, launch_pdl=True, enable_fp_fusion=False, num_warps=WARPS, AHEAD=256, PAGE_SIZE=16)
-options |= dict(SPLIT=4096, SPLITS=False, GROUP=4, HEAD_DIM=128, BLOCK_H=128)
+options = dict(PDL=True, launch_pdl=True, enable_fp_fusion=False, num_warps=WARPS, PAGE_SIZE=16, grid=(8, 1, 1))
+options |= dict(SPLIT=4096, GROUP=4, HEAD_DIM=128, BLOCK_H=128, warmup=True)
 operands = bf16, bf16, bf16, bf16, f32, f32, i32, i32, *rotation, *sizes, 0.1275
-print(kernel.run(*operands, grid=(8, 1, 1), warmup=True, **options).asm["ptx"])
+print(_decode_async_kernel.run(*operands, **options, AHEAD=256, SPLITS=False).asm["ptx"])
+operands = bf16, bf16, bf16, f32, f32, i32, i32, i32, 64, *sizes[2:], 0.1275, 256
+print(_group_async_kernel.run(*operands, **options, WIDTH=8).asm["ptx"])
 """
 
 
 @pytest.fixture(scope="module")
-def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The code, compiled in a process of its own: it stands in for a GPU's driver."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The code of each, compiled in a process of its own: it stands in for a GPU's driver."""
     if not (TOOLS / "ptxas").exists():
         pytest.skip("this Triton cannot compile for NVIDIA GPUs")
     script = tmp_path_factory.mktemp("compile") / "kernel.py"
@@ -60,7 +62,13 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = finished([sys.executable, str(script)], env=environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.split(".version")[1:]
+
+
+@pytest.fixture(params=[0, 1], ids=["rows", "groups"])
+def ptx(compiled: list[str], request: pytest.FixtureRequest) -> str:
+    assert len(compiled) == 2
+    return compiled[request.param]
 
 
 def test_warps_meet_before_they_read_what_others_wrote(ptx: str) -> None:
