@@ -1,10 +1,11 @@
 """Attention of one query token per sequence over a paged cache, for few programs: a tile of keys a warp.
 
-The words of `triton_decode`'s kernels of sequences and of groups, whose arguments are these, with fewer waits. A program goes through four
-tiles of 64 keys at a time, a super-tile, with as many warps. Each warp computes the scores, the maxima and the row sums
-of one tile, as `triton_tiles.attend` does, so that warps meet once to exchange the maxima of rows, and once to exchange
-probabilities, for all these tiles. The running shift, the sums and the output then go through the tiles in order, the
-output with a quarter of its columns in each warp. A tile beyond the last position multiplies by 1 and adds 0.
+The words of `triton_decode`'s kernels of sequences and of groups, whose arguments are these, with fewer waits. A
+program goes through four tiles of 64 keys at a time, a super-tile, with as many warps. Each warp computes the scores,
+the maxima and the row sums of one tile, as `triton_tiles.attend` does, so that warps meet once to exchange the maxima
+of rows, and once to exchange probabilities, for all these tiles. The running shift, the sums and the output then go
+through the tiles in order, the output with a quarter of its columns in each warp. A tile beyond the last position
+multiplies by 1 and adds 0.
 
 Keys and values arrive by asynchronous copies, in four units of equal size: one half of the columns of a super-tile's
 keys, [W * L, H / 2], then the other; the values of its first two tiles, [2 * L, H], then of its last two. Each has its
