@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-from .cache import loaded_code as _  # noqa: E402, F401 (it records modules imported from here on)
-from .machine import limit_openmp_spinning  # noqa: E402 (it reads the version)
+from .cache import loaded_code as _  # it records modules imported from here on
+from .machine import limit_openmp_spinning  # it reads the version
 
 limit_openmp_spinning()
 

@@ -42,7 +42,7 @@ def load_function(spec: str, what: str, other_forms: str = "", kind: str = "func
     return function
 
 
-def load_object(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Any:
+def load_object(spec: str, what: str, other_forms: str, kind: str) -> Any:
     """Like `load_function`, for an object of any type."""
     source, _, name = spec.rpartition(":")
     if not source or not name:

@@ -181,7 +181,7 @@ class TensorReader:
         path.open("rb").close()  # safetensors would report any file it cannot open as missing
         with safe_open(path, framework="pt") as opened:  # validates the file; tensors are mapped, not read
             entries = {name: Entry.of(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
-        self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
+        self._descriptor = os.open(path, os.O_RDONLY)
         size = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         header = json.loads(os.pread(self._descriptor, size, 8))
         self._begins = {name: 8 + size + header[name]["data_offsets"][0] for name in entries}

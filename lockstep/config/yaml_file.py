@@ -45,7 +45,7 @@ def load(
     refuse(inside.is_file(), f"{path}: cannot be read: it is a folder; did you mean {inside}?")
     refuse(path.exists() and not path.is_file(), f"{path}: cannot be read: it is not a regular file")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     except RecursionError:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # noqa: F401 (registers the operators' shapes)
+import torch.distributed._functional_collectives  # registers the operators' shapes
 from torch import Tensor
 
 # These start a collective, whose result may be read after `wait`. A group is given by its name.

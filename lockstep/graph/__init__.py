@@ -1,6 +1,6 @@
 """Captured graphs for both roles: trace, verify, rewrite and launch functions; on a GPU as CUDA graphs."""
 
-from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
+from .. import ops as _ops  # the operators that stored graphs name
 from ..ops.operator import NAMESPACE as _NAMESPACE
 from .builder import require_plugins
 from .capture.step import Differentiated, GraphBody, backward, capture, in_module, module_inputs, substitute_inputs

@@ -35,7 +35,7 @@ ROUTES: dict[str, Route] = {
 HEALTH = "/health"
 
 
-def make_app(service: Service, prefix: str = "", extra_routes: Mapping[str, Route] = {}) -> FastAPI:  # noqa: B006
+def make_app(service: Service, prefix: str = "", extra_routes: Mapping[str, Route] = {}) -> FastAPI:
     """The application for a service. The paths of the model's routes begin with `prefix`, which may have path
     parameters; `extra_routes` are additional POST routes."""
 

@@ -317,7 +317,7 @@ def load_policy(config: RunConfig, mesh: Mesh = ONE_RANK, memory: bool = True, c
     return Policy(decoder, tokenizer, source)
 
 
-def load_reference(policy: Policy, world: World = ONE_PROCESS) -> Policy:
+def load_reference(policy: Policy, world: World) -> Policy:
     """The initial policy, frozen. A single process copies it; each of several reads a part of it from its source."""
     if world.size == 1:
         return replace(policy, model=copy.deepcopy(policy.model))

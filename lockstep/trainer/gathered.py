@@ -141,9 +141,9 @@ class GatheredReference(Reference):
         return {**super().constants(), "sharding": {"ranks": layout.ranks, "shapes": shapes}}
 
 
-def make_reference(model: Decoder, world: World, source: WeightSource | None = None) -> Reference:
+def make_reference(model: Decoder, world: World, source: WeightSource | None) -> Reference:
     """A model that is only read, sharded where there are several ranks, each of which calls this. `source`: where its
-    weights come from; by default `model`, which must then be whole.
+    weights come from; None: `model`, which must then be whole.
 
     Raises:
         InputError: the weights cannot be read.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ class UpdateState:
     lr: Tensor
     sampled: Tensor
     enforce_parity: bool
-    router_biases: dict[str, Tensor] = field(default_factory=dict)
+    router_biases: dict[str, Tensor]
 
 
 class TrainerPrograms:

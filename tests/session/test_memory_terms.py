@@ -33,7 +33,6 @@ from lockstep.graph.passes import keep_logits, recompute, saved_bytes
 from lockstep.models import Decoder, PackedAttention
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
-from lockstep.ops.logprobs import operator as logprobs
 from lockstep.session.memory import Workload, adapt_config, available_memory, plan, terms
 from lockstep.session.memory.terms import Recomputed
 from lockstep.trainer import BatchShape, Trainer
@@ -261,6 +260,5 @@ def test_every_axis_has_a_communicator_that_is_planned_once(monkeypatch: pytest.
 
 
 def test_constants_are_those_of_the_operators() -> None:
-    assert logprobs.CHUNK == terms.LOGIT_ROWS
     backward = pytest.importorskip("lockstep.ops.logprobs.triton_backward")
     assert backward.CHUNK_BYTES == terms.GRADIENT_CHUNK

@@ -29,8 +29,8 @@ _log = logging.getLogger("lockstep.environments.data")
 class RowFormat:
     """How a row becomes a prompt: the prompt's column, and a system prompt for rows that have none."""
 
-    prompt_column: str = "prompt"
-    system_prompt: str | None = None
+    prompt_column: str
+    system_prompt: str | None
 
     def problem(self, row: Row, origin: str) -> Problem:
         """The row's problem, with the other columns for the rewards. Raises `InputError` naming `origin`."""

@@ -66,7 +66,7 @@ class ProgramResult:
 
 def run_python(
     code: str,
-    limits: SandboxLimits = SandboxLimits(),  # noqa: B008
+    limits: SandboxLimits = SandboxLimits(),
     allow_unsandboxed: bool = False,
 ) -> ProgramResult:
     """Run a program and wait for it. `ToolUnavailable`: it cannot be started or, without `allow_unsandboxed`, cannot be
@@ -133,7 +133,7 @@ def isolation_failure() -> str:
     return f"a program gets at {result.output.strip()}" if result.output.strip() else ""
 
 
-def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> PythonTool:  # noqa: B008
+def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> PythonTool:
     """A function `python(code)` for `task.tools`. Programs of different calls share nothing. `InputError`: programs
     cannot be started, or cannot be cut off although that is required."""
     if (reason := isolation_failure()) and not allow_unsandboxed:

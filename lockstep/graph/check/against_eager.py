@@ -49,7 +49,7 @@ class Verdict:
     cases: int
     known: int
     seconds: float
-    faults: tuple[str, ...] = ()
+    faults: tuple[str, ...]
 
 
 class PassedChecks:

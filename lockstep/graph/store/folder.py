@@ -61,7 +61,7 @@ class Lookup:
     title: str
     file: str
     outcome: Outcome
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...]
 
 
 class Store:

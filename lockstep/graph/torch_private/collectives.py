@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401 (registers the operators' shapes)
+import torch.distributed._functional_collectives  # registers the operators' shapes
 from torch import fx
 
 from .trace import call, fake_value

@@ -125,7 +125,7 @@ def empty_on_error(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def staging_folder(folder: Path, first: bool = True) -> Iterator[Path]:
+def staging_folder(folder: Path, first: bool) -> Iterator[Path]:
     """A hidden folder beside `folder` to write a model in, for `replace_folder`. Of several processes that write it,
     the `first` removes leftovers beforehand, and the folder after an error."""
     folder = folder.resolve()

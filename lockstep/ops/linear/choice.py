@@ -81,7 +81,7 @@ def choose_by_rule(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
     if rows > MAX_ROWS:
         return LIBRARY if columns % 8 == depth % 8 == 0 else CHAIN
     if depth % min(DEPTHS) or columns % 8 or depth == min(DEPTHS):
-        return choose_portable(kind, rows, columns, depth)
+        return choose_portable(kind, rows, columns)
     if kind == "linear_fp32":
         return _choose_head(rows, depth)
     return _choose_gated(rows, columns // 2, depth) if kind == "norm_gate_up" else _choose_plain(rows, columns, depth)
@@ -141,7 +141,7 @@ def _block_rows(rows: int) -> int:
     return next(block for block in (16, 32, 64) if rows <= block or block == 64)
 
 
-def choose_portable(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
+def choose_portable(kind: Kind, rows: int, columns: int) -> Choice:
     """For any GPU that Triton supports: tiles small enough that the grid fills it, with as many stages as fit."""
     weights = weight_tiles(kind)
     block_m = _block_rows(rows)

@@ -66,7 +66,7 @@ def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Ch
     choice = linear_choice.choose(kind, rows, *weight_NK.shape, biased=biased)
     if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
         return choice
-    return linear_choice.choose_portable(kind, rows, *weight_NK.shape)
+    return linear_choice.choose_portable(kind, rows, weight_NK.shape[0])
 
 
 def product(

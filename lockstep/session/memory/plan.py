@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -51,12 +51,12 @@ class MemoryPlan:
     cache_tokens: int
     recomputed: Recomputed
     fits: bool
-    zero_stage: int = 0
-    generator_tp: int = 1
-    host: Mapping[str, int] = field(default_factory=dict)
-    lends_cache: bool = False
-    pool: int = 0
-    title: str = ""
+    zero_stage: int
+    generator_tp: int
+    host: Mapping[str, int]
+    lends_cache: bool
+    pool: int
+    title: str
 
     @property
     def total(self) -> int:

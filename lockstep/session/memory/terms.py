@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 from ...cache.tensor_file import CHUNK_BYTES
 from ...distributed.mesh import ONE_RANK, Axis, all_to_all_axes
 from ...generator.cache_capacity import bytes_per_token
+from ...graph.check.snapshot import MAX_DEVICE_BYTES as MOST_COPIED
 from ...models import ModelConfig, num_parameters
 from ...models.checks import is_divisible
 from ...models.config import MLAConfig
+from ...ops.logprobs.operator import CHUNK as LOGIT_ROWS
 from ...ops.machine_check.check import CHAIN_ROWS
 from ...ops.machine_check.inputs import CHUNK_ELEMENTS
 from ...trainer.optimizer import CHUNK
 from .workload import Workload
 
 GIB = 1 << 30
-LOGIT_ROWS = 1024  # rows of logits in a chunk (`ops.logprobs.operator.CHUNK`)
 GRADIENT_CHUNK = 256 << 20  # bytes of the logits' gradients in a chunk (`ops.logprobs.triton_backward.CHUNK_BYTES`)
 CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
 # The part of it before anything is loaded; an estimate, below the final size (0.78 GiB on an H200).
@@ -34,7 +35,6 @@ MOST_PEERS = 7  # other ranks of a host
 ALLOCATOR = 1 / 64  # fraction of what is allocated
 STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
 COPIED = "copies while checking"
-MOST_COPIED = 256 << 20  # bytes of copies on the device (`graph.check.snapshot.MAX_DEVICE_BYTES`)
 HASHES = 256 << 20  # bytes that `graph.check.fingerprints` works in
 
 
@@ -272,7 +272,7 @@ def layer_weights(w: Workload, model: ModelConfig | None = None) -> int:
     return (num_parameters(c, w.trainer_mesh) - int(tables)) // c.num_layers * w.b
 
 
-def workspace(w: Workload, recomputed: Recomputed = NOTHING) -> int:
+def workspace(w: Workload, recomputed: Recomputed) -> int:
     """The most in addition to `activations` at one time: the head's, or the backward pass of a layer with what it
     recomputes. A tied head's gradient lives until the embedding's."""
     c = w.model
