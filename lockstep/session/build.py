@@ -34,7 +34,6 @@ from ..models import (
     FolderWeights,
     ModelConfig,
     Ranges,
-    ResidentWeights,
     WeightSource,
     all_gather_shares,
     load_part,
@@ -318,12 +317,11 @@ def load_policy(config: RunConfig, mesh: Mesh = ONE_RANK, memory: bool = True, c
 
 
 def load_reference(policy: Policy, world: World) -> Policy:
-    """The initial policy, frozen. A single process copies it; each of several reads a part of it from its source."""
+    """The initial policy, frozen. A single process copies it; each of several reads a part of it, from the model itself
+    unless the generator has only a part of the weights, then from its source."""
     if world.size == 1:
         return replace(policy, model=copy.deepcopy(policy.model))
-    if policy.model.spread.axis.size > 1:  # the generator has only a part of the weights
-        return policy
-    return replace(policy, source=ResidentWeights(policy.model))
+    return policy if policy.model.spread.axis.size > 1 else replace(policy, source=None)
 
 
 def load_teacher(config: RunConfig, policy: Policy, world: World = ONE_PROCESS) -> Policy | None:
