@@ -20,16 +20,14 @@ from lockstep.session.memory import (
     Workload,
     adapt_config,
     available_memory,
-    enlarge_generator_groups,
     has_room_for_copy,
     plan,
-    refusal_message,
     require_host_room,
-    suggest_remedies,
     terms,
     usage,
 )
 from lockstep.session.memory.plan import ACTIVATIONS, CACHE, CHECK, WORKSPACE, _pool_terms
+from lockstep.session.memory.remedies import enlarge_generator_groups, refusal_message, suggest_remedies
 from lockstep.session.memory.terms import NOTHING, Recomputed
 
 

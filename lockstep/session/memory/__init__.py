@@ -1,13 +1,7 @@
 """The plan of a run's GPU memory, term by term, before anything is loaded, and what to change if it does not fit."""
 
 from .plan import MemoryPlan, plan
-from .remedies import (
-    adapt_config,
-    enlarge_generator_groups,
-    fit_generator_groups,
-    refusal_message,
-    suggest_remedies,
-)
+from .remedies import adapt_config, fit_generator_groups
 from .terms import GIB, STATE_ON_HOST
 from .usage import (
     available_memory,
