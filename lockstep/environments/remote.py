@@ -93,6 +93,7 @@ class RemoteEnvironment(Environment):
         self.over = ""  # once it is over: the code
         self._inbox: asyncio.Queue[_TurnRequest | End | LockstepError] = asyncio.Queue()
         self.turns: list[list[int]] = []  # the tokens of each sampled turn
+        self.given_answers = 0  # assistant messages in the first prompt, if it was a chat; they were not sampled here
         self._pending: _TurnRequest | None = None  # the turn that the run is sampling
         self._last_turn: tuple[list[int], Turn] | None = None  # and the tokens before it
         self._tokens: list[int] = []  # of the current branch so far

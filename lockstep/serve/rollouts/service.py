@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from fastapi import Request
 
@@ -37,9 +36,6 @@ class RolloutService(Service):
         self.registry, self.sampling, self._seed = environment.registry, replace(run.sampling, n=1), run.config.seed
         self._max_prompt_tokens = run.max_prompt_tokens
         self._stops = {*self.sampling.stop_token_ids, *run.policy.model.config.eos_token_ids}
-        self._given: WeakKeyDictionary[RemoteEnvironment, int] = (
-            WeakKeyDictionary()
-        )  # assistant messages in the first prompt
         self._turns: dict[Job, asyncio.Task[None]] = {}
 
     def ensure_seed(self, body: SamplingFields) -> int:
@@ -69,8 +65,8 @@ class RolloutService(Service):
         rollout = self.rollout(request)
         answers = [message for message in messages if message["role"] == "assistant"]
         if not rollout.turns:
-            self._given[rollout] = len(answers)
-        sampled = answers[self._given.get(rollout, 0) :]
+            rollout.given_answers = len(answers)
+        sampled = answers[rollout.given_answers :]
         for message, token_ids in zip(sampled, rollout.turns, strict=False):
             message.setdefault("token_ids", token_ids)
         return messages
