@@ -153,5 +153,5 @@ PARTS = (
     Part("cpu-compare", _script("compare", ".", "--device", "cpu", "--rounds", "1", "--seed-rounds", "0",
                                 "--tolerance", "9"), 30, 180, "cpu"),
     Part("cpu-startup", _case("startup", "--repeats", "1", "--steps", "2"), 40, 180, "cpu"),
-    Part("cpu-tests", _tests("precompile", "families", "--gpus", "2"), 5, 200, "cpu"),
+    Part("cpu-tests", _tests("families", "--gpus", "2"), 5, 200, "cpu"),
 )  # fmt: skip

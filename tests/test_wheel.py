@@ -63,12 +63,12 @@ def test_an_installed_wheel_runs_the_first_command(wheel: Path, tmp_path: Path) 
     install = ("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", str(site))
     python(*install, str(wheel), cwd=work)
     at = {"PYTHONPATH": str(site), "LOCKSTEP_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    where = "import lockstep; from lockstep.ops import cpu_backend; print(lockstep.__file__, cpu_backend())"
-    file, backend = python("-c", where, cwd=work, **at).split()
-    assert Path(file).is_relative_to(site) and (backend == "native") == (library.built is not None)
+    where = "import lockstep; from lockstep.ops import cpu_backend; print(lockstep.__file__, cpu_backend(), flush=True)"
     command = "import sys; from lockstep.__main__ import entry; sys.exit(entry())"  # as the script `lockstep` does
     assert "entry" in (next(site.glob("*.dist-info")) / "entry_points.txt").read_text()
-    shown = python("-c", command, *FIRST, "--run-dir", "run", cwd=work, **at)
+    place, shown = python("-c", f"{where}; {command}", *FIRST, "--run-dir", "run", cwd=work, **at).split("\n", 1)
+    file, backend = place.split()
+    assert Path(file).is_relative_to(site) and (backend == "native") == (library.built is not None)
     run = work / "run"
     assert "identical  yes" in shown and json.loads((run / "parity.json").read_text())["identical"]
     assert (run / "report.html").stat().st_size > 10_000 and (run / "model" / "model.safetensors").is_file()
