@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -228,6 +230,15 @@ def on_ranks(count: int, work: Callable[..., T], *arguments: Any) -> list[T]:
         assert all(error is None for _, error in said), [error for _, error in said]
         assert not any(process.exitcode for process in processes), [process.exitcode for process in processes]
         return [value for value, _ in said]
+
+
+def said_by_a_script(file: str, *arguments: str) -> str:
+    """What `main` of a script says on standard error with these arguments, on each rank; it returns 0."""
+    path, sys.argv = Path(file), [file, *arguments]
+    sys.path.insert(0, str(path.parent))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert importlib.import_module(path.stem).main() == 0, said.getvalue()
+    return said.getvalue()
 
 
 def _rank(work: Callable[..., Any], arguments: tuple[Any, ...], file: str, environment: dict[str, str]) -> None:
