@@ -21,6 +21,7 @@ import datasets
 import numpy as np
 import pytest
 from processes import finished, on_ranks
+from small_run import SMALL
 
 import lockstep
 import lockstep.config
@@ -28,15 +29,6 @@ from lockstep.cli.main import main
 from lockstep.environments import End, Environment
 from lockstep.environments.data import rows
 from lockstep.errors import InputError
-
-SMALL = lockstep.RunConfig(
-    steps=2,
-    device="cpu",
-    task=lockstep.TaskConfig(easy=True, validation_prompts=0),
-    sampling=lockstep.SamplingConfig(num_generations=2, max_completion_length=6),
-    trainer=lockstep.TrainerConfig(prompts_per_step=2),
-    checkpoint=lockstep.CheckpointConfig(interval=1),
-)
 
 
 def spread(completion_ids, **_):
@@ -221,12 +213,12 @@ def test_rows_that_cannot_be_used_leave_no_folder(tmp_path: Path, rows: Any, mes
 
 
 SCRIPT = """
-import pathlib, lockstep, test_api
+import pathlib, lockstep, small_run
 pathlib.Path("imported").open("a").write(__name__ + " ")
 def brief(completion_ids, **_):
     return [1.0 / len(ids) for ids in completion_ids]
 if __name__ == "__main__":
-    lockstep.train(test_api.SMALL, "run", rewards=[brief])
+    lockstep.train(small_run.SMALL, "run", rewards=[brief])
 """
 
 
@@ -245,7 +237,7 @@ def test_functions_of_a_script_are_found_again(
 
 
 OBJECTS = """
-import functools, lockstep, test_api
+import functools, lockstep, small_run
 class Score:
     def __call__(self, completion_ids, **_):
         return [1.0 / len(ids) for ids in completion_ids]
@@ -253,7 +245,7 @@ def scaled(by, completion_ids, **_):
     return [by * len(ids) for ids in completion_ids]
 brief, long = Score(), functools.partial(scaled, 2.0)
 if __name__ == "__main__":
-    lockstep.train(test_api.SMALL, "run", rewards=[brief, long])
+    lockstep.train(small_run.SMALL, "run", rewards=[brief, long])
 """
 
 
