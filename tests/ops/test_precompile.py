@@ -80,20 +80,58 @@ print([list(constants.values()) for constants in missed])
 )
 
 
-def ended_well(script: str, folder: Path) -> Any:
-    """The object that a script prints, whose compiled kernels are kept in a folder."""
-    (folder / "script.py").write_text(script)  # Triton reads a kernel's source from its file
+# Each of the folders' scripts in a process of its own, forked from one that has imported what takes seconds.
+ALL = """
+import contextlib, os, runpy, sys, traceback
+from pathlib import Path
+import torch, triton.language
+import lockstep.ops.linear.choice, lockstep.ops.precompile
+with contextlib.suppress(ImportError):
+    from triton.experimental import gluon
+
+for folder in map(Path, sys.argv[1:]):
+    if os.fork() == 0:
+        code = 1
+        try:
+            os.setsid()
+            os.dup2(os.open(folder / "out", os.O_WRONLY | os.O_CREAT), 1)
+            os.dup2(os.open(folder / "err", os.O_WRONLY | os.O_CREAT), 2)
+            os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+            runpy.run_path(str(folder / "script.py"), run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    (folder / "code").write_text(str(os.waitstatus_to_exitcode(os.wait()[1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By a script's name, the folder of what it said and kept."""
+    scripts = {"script": SCRIPT, "listed": LISTED, "elsewhere": ELSEWHERE, "gluon": GLUON}
+    folders = {name: tmp_path_factory.mktemp(name) for name in scripts}
+    for name, folder in folders.items():
+        (folder / "script.py").write_text(scripts[name])  # Triton reads a kernel's source from its file
     paths = os.pathsep.join(map(str, (Path(__file__).parents[2], *sys.path)))
-    own = {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
-    done = finished([sys.executable, str(folder / "script.py")], env=os.environ | own)
+    own = {"PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
+    done = finished([sys.executable, "-c", ALL, *map(str, folders.values())], env=os.environ | own)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[0])
+    return folders
 
 
-def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
-    missed = ended_well(SCRIPT, tmp_path)
+def ended_well(folder: Path) -> Any:
+    """The object that a script printed."""
+    assert (folder / "code").read_text() == "0", (folder / "err").read_text()
+    return json.loads((folder / "out").read_text().splitlines()[0])
+
+
+def test_kernels_are_compiled_and_not_launched(ended: dict[str, Path]) -> None:
+    missed = ended_well(ended["script"])
     assert missed == [[32], [32], [256], [256], []]  # all others are there, and loaded
-    assert len(list((tmp_path / "cache").rglob("fill.cubin"))) == 5
+    assert len(list((ended["script"] / "cache").rglob("fill.cubin"))) == 5
 
 
 LISTED = (
@@ -166,8 +204,8 @@ print(json.dumps([taken_count, len(kernels), cubins_before, *missed, cubins()]))
 )
 
 
-def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) -> None:
-    taken, count, before, *missed, after = ended_well(LISTED, tmp_path)
+def test_kernels_that_were_listed_are_loaded_by_another_process(ended: dict[str, Path]) -> None:
+    taken, count, before, *missed, after = ended_well(ended["listed"])
     assert taken == 3 and count == len(before) == 2 and {*before} < {*after} and len(after) == 3
     assert missed == [1, 1]  # all but the one that was not listed are there, and loaded, at once or beside
 
@@ -236,8 +274,8 @@ print(json.dumps([whole, without, waiting, made(1, rows=16), waited < 6, gone, l
 )
 
 
-def test_kernels_are_compiled_in_other_processes_and_here_where_these_have_ended(tmp_path: Path) -> None:
-    whole, without, waiting, none, once, gone, count = ended_well(ELSEWHERE, tmp_path)
+def test_kernels_are_compiled_in_other_processes_and_here_where_these_have_ended(ended: dict[str, Path]) -> None:
+    whole, without, waiting, none, once, gone, count = ended_well(ended["elsewhere"])
     assert whole == [0, 2] and without == waiting == [2, 2] and none == [1, 1] and once and count == 7
     assert gone == [True, True]
 
@@ -283,8 +321,8 @@ print(json.dumps([cubins(), apart(loaded, kernels)]))
 )
 
 
-def test_gluon_kernels_are_compiled_listed_and_loaded(tmp_path: Path) -> None:
+def test_gluon_kernels_are_compiled_listed_and_loaded(ended: dict[str, Path]) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    made, missed = ended_well(GLUON, tmp_path)
+    made, missed = ended_well(ended["gluon"])
     assert [sum(Path(file).name == f"_{kind}_kernel.cubin" for file in made) for kind in ("async", "tma")] == [2, 1]
     assert missed == 1

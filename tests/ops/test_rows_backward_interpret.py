@@ -4,6 +4,7 @@ As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its 
 leaves unwritten is NaN there.
 """
 
+import mmap
 import os
 from functools import partial
 
@@ -172,7 +173,9 @@ class Interpreted:
 
     def test_partial_sums_further_apart_than_an_int32_counts(self):
         programs, stride = 520, 1 << 22
-        apart = torch.from_numpy(np.empty(programs * stride, np.float32))  # what is not touched takes no memory
+        kept = mmap.mmap(-1, 4 * programs * stride, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        kept.madvise(mmap.MADV_NOHUGEPAGE)  # what is not touched takes no memory, and what is touched a small page
+        apart = torch.from_numpy(np.frombuffer(kept, np.float32))
         partial_PD = apart.as_strided((programs, 4), (stride, 1)).copy_(torch.arange(programs * 4).view(-1, 4))
         assert torch.equal(row_kernels.sum_partials(partial_PD, torch.float32), partial_PD.sum(0))
 

@@ -33,11 +33,15 @@ class Interpreted:
         torch.manual_seed(0)
         monkeypatch.setattr(triton_grouped, "_multiprocessors", lambda _: 3)
 
-    @pytest.mark.parametrize("rows", [16, 96, 1])  # the mean of a group up to which a configuration is taken
-    @pytest.mark.parametrize("k_innermost", [True, False])
     @pytest.mark.parametrize(
-        ("columns", "depth", "described"),
-        [(96, 128, (True, True)), (264, 64, (True, True)), (40, 72, (True, False)), (30, 100, (False, False))],
+        ("rows", "k_innermost", "columns", "depth", "described"),
+        [
+            (rows, (i + j) % 2 == 0, *shape)  # so that any two of them meet
+            for i, rows in enumerate((16, 96, 1))  # the mean of a group up to which a configuration is taken
+            for j, shape in enumerate(
+                [(96, 128, (True, True)), (264, 64, (True, True)), (40, 72, (True, False)), (30, 100, (False, False))]
+            )
+        ],
     )
     def test_products_are_those_of_each_group(self, rows, k_innermost, columns, depth, described, monkeypatch):
         monkeypatch.setattr(triton_grouped, "_SMALL_ROWS", 100 if rows == 16 else 0)
