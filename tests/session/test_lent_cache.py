@@ -12,7 +12,7 @@ from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, LossConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.generator.kv_cache import KVCache
-from lockstep.graph import Runtime
+from lockstep.graph import Runtime, Store
 from lockstep.graph.check import against_eager, comparison
 from lockstep.graph.check.snapshot import Snapshot
 from lockstep.rl.loop import Loop
@@ -40,7 +40,8 @@ def made(
 ) -> TrainingSession:
     def runtime(compile_config: CompileConfig, device: torch.device, *_: Any) -> Runtime:
         recorded = replace(compile_config, cudagraph_mode="full")
-        return Runtime(recorded, device, FakeRecorder(), FakeRecorder() if lends_cache else None)  # type: ignore[arg-type]
+        lent: Any = FakeRecorder() if lends_cache else None
+        return Runtime(recorded, device, FakeRecorder(), lent, store=Store())  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(session_build, "make_runtime", runtime)
