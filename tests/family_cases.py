@@ -277,7 +277,7 @@ def engine_of(model: Decoder, runtime: Runtime = EAGER, version: Callable[[], in
     )
 
 
-def rounds(model: Decoder, capture: str, steps: int = 3) -> tuple[list, int]:
+def rounds(model: Decoder, capture: str, steps: int) -> tuple[list, int]:
     """Updates on what was just sampled: everything that was generated, and how many tokens differed."""
     runtime = Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
@@ -297,9 +297,9 @@ def rounds(model: Decoder, capture: str, steps: int = 3) -> tuple[list, int]:
     return made, different
 
 
-def assert_roles_agree(family: str, seed: int, path: Path, dtype: torch.dtype) -> None:
-    """Generator and trainer, eagerly and in captured graphs: no word different over three updates."""
+def assert_roles_agree(family: str, seed: int, path: Path, dtype: torch.dtype, steps: int = 3) -> None:
+    """Generator and trainer, eagerly and in captured graphs: no word different over so many updates."""
     folder_of(family, seed, path / "in")
-    found = [rounds(load_model(path / "in", dtype), capture) for capture in ("none", "step")]
+    found = [rounds(load_model(path / "in", dtype), capture, steps) for capture in ("none", "step")]
     assert found[0] == found[1]
     assert found[0][1] == 0

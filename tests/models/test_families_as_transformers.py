@@ -1,6 +1,6 @@
 """Random tiny models of every family: what `transformers` makes of a folder, and one arithmetic in both roles.
 
-One of each here; `tests/matrix.py` has the others.
+One of each here, over two updates; `tests/matrix.py` has the others, over three.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_a_folder_is_the_model_that_transformers_makes_of_it(family: str, tmp_pa
 
 @pytest.mark.parametrize("family", ROLES)
 def test_both_roles_agree_over_updates_captured_or_not(family: str, tmp_path: Path) -> None:
-    assert_roles_agree(family, ROLES[family], tmp_path, torch.bfloat16)
+    assert_roles_agree(family, ROLES[family], tmp_path, torch.bfloat16, steps=2)
 
 
 def test_norms_of_all_queries_and_keys_copy_nothing() -> None:
