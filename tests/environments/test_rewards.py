@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import inspect
 import math
+import re
 import sys
 from decimal import Decimal
 from typing import Any
@@ -14,10 +15,12 @@ import numpy
 import pytest
 import torch
 from processes import finished
-from scoring import IDS, PROMPTS, ROWS, TEXTS, length, only_last, score, slow_half
+from scoring import IDS, ORIGINS, PROMPTS, ROWS, TEXTS, length, only_last, score, slow_half
 
+from lockstep.environments.rewards.mathematics import math_reward
 from lockstep.environments.rewards.reward_set import Completions, Reward, RewardSet, Scoring
 from lockstep.environments.rewards.workers import RewardWorkers
+from lockstep.environments.tasks.gsm8k import gsm8k_reward
 from lockstep.errors import InputError
 
 CIRCLE: list[Any] = []
@@ -246,6 +249,35 @@ def test_a_call_that_fails_before_the_functions_first_line_names_none() -> None:
         score(strict)
 
 
+def test_a_function_for_the_other_form_of_completions_is_told_the_form() -> None:
+    def for_chats(completions):
+        return [float(len(messages[-1]["content"])) for messages in completions]
+
+    def for_texts(completions):
+        return [float(len(text.strip())) for text in completions]
+
+    chat = [{"role": "user", "content": "p"}]
+    rows = r"\(for the 3 completions of step 3, rows line 1 to rows line 7; its completions are "
+    with pytest.raises(InputError, match=f"for_chats raised TypeError.*{rows}texts, .*--task.system-prompt"):
+        score(for_chats)
+    for prompts, form in (
+        ([chat] * 3, "lists of messages"),
+        (["p", "p", chat], "texts, as of rows line 1, and lists of messages, as of rows line 7"),
+    ):
+        batch = Completions(prompts, TEXTS, IDS, ROWS)
+        with pytest.raises(InputError, match=f"for_texts raised AttributeError.*{rows}{form}, whose text is "):
+            RewardSet([Reward("for_texts", for_texts)]).score(batch, Scoring("step 3", ORIGINS))
+
+
+@pytest.mark.parametrize("bad", [3, [], [3], [{"role": "assistant"}], [{"role": "assistant", "content": None}]])
+def test_a_completion_without_text_is_shown(bad: Any) -> None:
+    for function, columns in ((gsm8k_reward, {"answer": "#### 1"}), (math_reward, {"answer": "1"})):
+        batch = Completions([[]], [bad], [[1]], [columns])
+        shown = re.escape(repr(bad))
+        with pytest.raises(InputError, match=f"reward own needs completions that are texts, or messages .* is {shown}"):
+            RewardSet([Reward("own", function)]).score(batch)
+
+
 def test_an_interrupt_is_not_a_failure() -> None:
     def interrupted(completions):
         raise KeyboardInterrupt
@@ -267,6 +299,7 @@ def test_a_process_that_a_reward_forks_does_not_go_on_with_the_run() -> None:
     """Whether it returns, raises or leaves."""
     code = """
 import os, sys
+from lockstep.environments.rewards.mathematics import math_reward
 from lockstep.environments.rewards.reward_set import Completions, Reward, RewardSet
 def raises():
     raise ValueError

@@ -87,11 +87,13 @@ def _json_copy(value: Any, method: str, name: Any) -> Any:
 class Failed:
     """Why there is no value; `reason` follows "reward f ", as in "raised KeyError: 'x'".
 
-    `fatal` marks a mistake in the function or its setup, which ends the run whatever `on_error` says.
+    `fatal` marks a mistake in the function or its setup, which ends the run whatever `on_error` says. `of_form`: the
+    function may have been written for completions of the other form (`describe_form`).
     """
 
     reason: str
     fatal: bool = False
+    of_form: bool = False
 
 
 # The outcome of a call: a value for each completion, or one failure for all of them.
@@ -226,7 +228,8 @@ def failure_from(error: BaseException, function: RewardFunction) -> Failed:
     own = [frame for frame in frames if frame.filename == source] or others
     place = f" in {Path(own[-1].filename).name} line {own[-1].lineno}" if own else ""
     text = one_line(error)
-    return Failed(f"raised {type(error).__name__}{': ' if text else ''}{text}{place}")
+    of_form = isinstance(error, (TypeError, AttributeError)) and ("str" in text or "list" in text)
+    return Failed(f"raised {type(error).__name__}{': ' if text else ''}{text}{place}", of_form=of_form)
 
 
 def _check_values(result: Any, count: int) -> Outcome:
@@ -254,5 +257,23 @@ def _check_value(value: Any) -> float | None | Failed:
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """The text of a completion, which is a text or, after a conversational prompt, messages."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """The text of a completion, which is a text or, after a conversational prompt, messages. `InputError`: neither."""
+    text: Any = completion
+    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
+        text = completion[-1].get("content")
+    if not isinstance(text, str):
+        reason = "needs completions that are texts, or messages of which the last has a text as its content"
+        raise InputError(f"{reason}; one is {one_line(completion, repr)}")
+    return text
+
+
+def describe_form(completions: Sequence[Any], origins: Sequence[str]) -> str:
+    """Words for the form of completions, texts or messages, and how a function reads the one or gets the other."""
+    texts = [isinstance(completion, str) for completion in completions]
+    if all(texts):
+        return "its completions are texts, as their prompts are; --task.system-prompt turns both into messages"
+    reading = "whose text is completion[-1]['content']"
+    if not any(texts):
+        return f"its completions are lists of messages, {reading}"
+    text, chat = (origins[texts.index(kind)] or f"completion {texts.index(kind)}" for kind in (True, False))
+    return f"its completions are texts, as of {text}, and lists of messages, as of {chat}, {reading}"

@@ -27,6 +27,7 @@ from .calls import (
     Values,
     accepted_arguments,
     call_all,
+    describe_form,
 )
 from .workers import RewardWorkers
 
@@ -296,6 +297,8 @@ class RewardSet:
         count = len(batch.origins)
         if isinstance(outcome, Failed):
             first, what = outcome, f"the {batch}{_rows(batch.origins)}"
+            if outcome.of_form:
+                what += f"; {describe_form(batch.arguments['completions'], batch.origins)}"
             outcome = [outcome] * count
         else:
             failures = [(index, value) for index, value in enumerate(outcome) if isinstance(value, Failed)]
