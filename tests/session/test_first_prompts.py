@@ -59,6 +59,14 @@ class Short:
         return None
 
 
+class Bare(Ends):
+    """Has no set of tools, not even an empty one."""
+
+    @classmethod
+    def toolsets(cls) -> tuple[()]:
+        return ()
+
+
 class Wordy(Short):
     def say(self, word: str) -> str:
         """Say a word, at length.
@@ -166,7 +174,22 @@ def test_a_row_need_fit_with_only_one_of_several_sets_of_tools(calling: Path, tm
         return build(a_run(calling, rows, tmp_path, environment=f"{__file__}:BOTH", max_prompt_length=limit))
 
     run = made(660)
-    with_tools = len(run.policy.prompt_encoder(run.environment.toolsets()[1])(run.task.train_problem(0, 0).prompt))
+    encode = run.policy.prompt_encoder(run.environment.toolsets()[1], as_chats=True)
+    with_tools = len(encode(run.task.train_problem(0, 0).prompt))
     assert with_tools > 660 and run.shapes[0].max_len == 660 + run.config.max_response_length
     with pytest.raises(InputError, match="2 of 2 training prompts"):
         made(599)
+
+
+def test_prompts_without_tools_are_measured_as_they_are_played(calling: Path, tmp_path: Path) -> None:
+    """As chats by an environment that could have had tools, else as text."""
+    rows, shown = [{"prompt": "x" * 600}] * 3, 0
+    for name in ("Short", "Bare"):
+        config = a_run(calling, rows, tmp_path, environment=f"{__file__}:{name}", reward=())
+        run = build(config)
+        given = run.environment().start(run.task.train_problem(0, 0).columns | rows[0], 0)
+        shown = len(run.policy.tokens.encode_prompt(given))
+        with pytest.raises(InputError, match=rf"2 of 2 training prompts .*\({shown} tokens\)"):
+            build(replace(config, task=replace(config.task, max_prompt_length=shown - 1)))
+        assert build(replace(config, task=replace(config.task, max_prompt_length=shown))).task.rows == 2
+    assert shown == 600

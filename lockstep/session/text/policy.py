@@ -9,7 +9,7 @@ from typing import Any
 
 from ...environments import ChatCodec, Environment, Problem, PromptLimit, Task, TurnMessage, parse_plain_turn
 from ...environments.base import Encode
-from ...environments.tools import as_chat
+from ...environments.tools import ToolEnvironment, as_chat
 from ...errors import InputError, PromptTooLong, refuse
 from ...models import Decoder, WeightSource
 from ...models.tokenizer import encode_following, encode_prompt, encode_text, max_token_bytes, require_prompt_fits
@@ -110,10 +110,10 @@ class Policy:
             parse = partial(self._parse_turn, tools=tools)
         return ChatCodec(encode, following, self.tokenizer.decode, parse, self.tokens_with, self.tokenizer)
 
-    def prompt_encoder(self, tools: Sequence[Tool]) -> Encode:
-        """An encoder of a task's prompts with these tools; text is then made a chat, for the template to show tools."""
+    def prompt_encoder(self, tools: Sequence[Tool], as_chats: bool) -> Encode:
+        """An encoder of a task's prompts with these tools; `as_chats` makes a text a chat, which shows tools."""
         encode = self.tokens_with(tools).encode_prompt
-        return (lambda prompt: encode(as_chat(prompt))) if tools else encode
+        return (lambda prompt: encode(as_chat(prompt))) if as_chats else encode
 
     def check_prompts(self, task: Task, environment: type[Environment], limit: PromptLimit, groups: int = 0) -> int:
         """Leave out prompts that exceed the limit with each of the environment's sets of tools, or refuse them, unless
@@ -150,7 +150,9 @@ class Policy:
         return min(max(max(of_one) for of_one, _ in sizes), limit.tokens)
 
     def _prompt_encoders(self, environment: type[Environment]) -> list[Encode]:
-        return list(map(self.prompt_encoder, environment.toolsets()))
+        """An encoder for each of the environment's sets of tools. A `ToolEnvironment` always begins with a chat."""
+        always = issubclass(environment, ToolEnvironment)
+        return [self.prompt_encoder(tools, always or bool(tools)) for tools in environment.toolsets() or ((),)]
 
     def _size(self, encode: Encode, problem: Problem) -> int:
         """The tokens of a prompt, or the model's context if they are certainly more."""
