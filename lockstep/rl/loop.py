@@ -60,7 +60,7 @@ class Loop:
             run.prompt_limit.reason,
             packed_tokens=config.trainer.max_tokens_per_micro_batch if self._whole_sequences else None,
         )
-        self.failures = Failures()
+        self.failures = Failures(config.task.max_environment_failures - 1)
         collector = Collector(
             run.policy.tokens,
             lambda *_: run.engine,

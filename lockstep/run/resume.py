@@ -30,10 +30,13 @@ CHECKPOINTS, FINAL_MODEL, MODELS = "checkpoints", "model", "models"
 # The layout of processes; a run may be resumed with any other.
 LAYOUT_FIELDS = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
 # Settings that no bit of a step depends on.
-CHANGEABLE = {*LAYOUT_FIELDS, "recipe", "steps", "parallel.timeout"}
+CHANGEABLE = {*LAYOUT_FIELDS, "recipe", "steps", "parallel.timeout", "task.max_environment_failures"}
 CHANGEABLE |= {f"checkpoint.{name}" for name in vars(CheckpointConfig())}
 CHANGEABLE |= {f"metrics.{name}" for name in vars(MetricsConfig())}
-WHAT_MAY_CHANGE = "only --steps, --checkpoint.*, --metrics.*, --parallel.timeout and the layout of processes may change"
+WHAT_MAY_CHANGE = (
+    "only --steps, --checkpoint.*, --metrics.*, --parallel.timeout, --task.max-environment-failures and the layout of "
+    "processes may change"
+)
 _FUNCTION_FIELDS = ("attention_mask", "loss.loss_type", "task.environment")  # values such as path.py:name
 _DATA_FIELDS = ("task.data", "task.validation_data", *_FUNCTION_FIELDS)
 _MODEL_FIELDS = {"model": "model", "teacher": "loss.teacher"}  # name in `inputs`, and the field that names the folder

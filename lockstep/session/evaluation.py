@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 
 from ..config import RunConfig, template_variables, validate, without_trainer_settings, yaml_file
 from ..distributed import World
-from ..environments import Collector, Environment, Limits, PromptLimit, Task, make_environment, make_task
+from ..environments import Collector, Environment, Failures, Limits, PromptLimit, Task, make_environment, make_task
 from ..environments.environment import SingleTurn, environment_metrics
 from ..environments.episodes import SampleOutput, Sampler
 from ..environments.ranks.rollouts import RolloutHolders
@@ -101,7 +101,8 @@ def run_evaluation(
             context=llm.context,
         )
         parts = llm.policy.tokens, sampler, task.rewards, config.seed
-        collector = Collector(*parts, environment, limits, world=world, needs_rewards=True)
+        failures = Failures(config.task.max_environment_failures - 1)
+        collector = Collector(*parts, environment, limits, failures, world=world, needs_rewards=True)
         context = EvaluationContext(
             config=config,
             world=world,

@@ -22,7 +22,7 @@ import pytest
 import torch
 from small import CONFIG, FAMILIES, compare, make_model
 
-from lockstep.config import GeneratorConfig
+from lockstep.config import GeneratorConfig, TaskConfig
 from lockstep.environments import (
     Branch,
     ChatCodec,
@@ -40,7 +40,6 @@ from lockstep.environments import collect as collecting
 from lockstep.environments.calls import run_in_main_thread
 from lockstep.environments.collect import Collected
 from lockstep.environments.environment import environment_metrics, named_rewards
-from lockstep.environments.episodes import MAX_FAILURES_IN_A_ROW
 from lockstep.environments.episodes.answers import reward_error
 from lockstep.environments.ranks.leader import broadcast_calls
 from lockstep.environments.rewards.reward_set import Reward
@@ -489,18 +488,19 @@ def test_many_failures_in_a_row_end_the_run_with_the_first_ones_traceback(
 
     failures, engine = Failures(), engine_of(model)
     rounds = 0
-    pattern = f"failed for {MAX_FAILURES_IN_A_ROW} trajectories in a row(.|\n)*return self.nothing"
+    most = TaskConfig.max_environment_failures
+    pattern = rf"failed for {most} trajectories in a row.*\(task.max_environment_failures\).*the first: AttributeError"
     with pytest.raises(LockstepError, match=pattern) as ended:
-        while rounds < MAX_FAILURES_IN_A_ROW:
+        while rounds < most:
             assert collect(engine, Broken, failures=failures).counts["environment/errors"] == 6
             rounds += 1
     assert rounds == 2 and not engine.scheduler.busy
     (traceback,) = ended.value.__notes__
     assert "return self.nothing" in traceback and len(str(ended.value).splitlines()) == 1
     told = failures.take_messages()
-    assert len(told) == MAX_FAILURES_IN_A_ROW and failures.take_messages() == []
+    assert len(told) == most and failures.take_messages() == []
     assert all(traceback in one for one in told)
-    assert [traceback in one for one in caplog.messages] == [True] + [False] * (MAX_FAILURES_IN_A_ROW - 1)
+    assert [traceback in one for one in caplog.messages] == [True] + [False] * (most - 1)
     assert all(" sample " in one.splitlines()[-1] for one in told), "what happened stands last"
 
 

@@ -297,6 +297,35 @@ def test_a_raising_reward_is_named(config: RunConfig) -> None:
         Loop(config, build(config)).step(0)
 
 
+AWAY = """
+import asyncio
+from lockstep.environments import End, Environment
+
+class Away(Environment):
+    calls = 0
+
+    async def step(self, turn):
+        type(self).calls += 1
+        if self.calls <= 8:
+            await asyncio.sleep(60)
+        return End(float(sum(turn.token_ids) % 5))
+"""
+
+
+def test_as_many_timeouts_as_are_allowed_end_a_run(config: RunConfig, tmp_path: Path) -> None:
+    """They come at once, as from a service that is away."""
+    (tmp_path / "away.py").write_text(AWAY)
+    task = replace(config.task, environment=f"{tmp_path / 'away.py'}:Away", reward=(), environment_timeout=2.0)
+    config = replace(config, task=replace(task, max_environment_failures=9))
+    run = build(config)
+    assert Loop(config, run).step(0)[0]["environment/errors"] == 8
+    run.environment.calls = 0  # type: ignore[attr-defined]
+    config = replace(config, task=replace(config.task, max_environment_failures=8))
+    told = r"failed for 8 .* \(task.max_environment_failures\); the first: it took longer than task.environment_timeout"
+    with pytest.raises(LockstepError, match=told):
+        Loop(config, run).step(0)
+
+
 def test_a_run_folder_holds_the_evidence_of_a_failure(config: RunConfig, tmp_path: Path) -> None:
     config = rewarded_by(replace(config, trainer=replace(config.trainer, max_idle_steps=2)), "constant")
     with pytest.raises(LockstepError):

@@ -16,7 +16,7 @@ import pytest
 from lockstep import evaluate
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.run.closing_lines import next_command
 from lockstep.session.evaluation import normal_interval, pass_at_k, render, wilson_interval
 
@@ -126,6 +126,8 @@ def test_a_problem_whose_environment_always_failed_is_counted(config: RunConfig,
     assert result["groups_without_reward"] == 1 and result["environment/errors"] == 2
     assert result["prompts"] == 6 and len(result["per_problem"]) == 5
     assert "6 problems (1 left out, without a reward)" in render(result)
+    with pytest.raises(LockstepError, match=r"failed for 1 .* \(task.max_environment_failures\); the first: OSError"):
+        evaluate(replace(config, task=replace(task, max_environment_failures=1)), n=2)
 
 
 def test_a_k_that_no_problem_has_samples_for_is_told(config: RunConfig, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ _DATA_FIELDS = (
 EVALUATION_FIELDS = (
     *("data", "split", "prompt_column", "system_prompt", "chat_template_kwargs", "filter_overlong_prompts"),
     *("reward", "reward_weights"),
-    *("environment", "tools", "allow_unsandboxed", "environment_timeout", "max_turns", "max_response_length"),
+    *("environment", "tools", "allow_unsandboxed", "environment_timeout", "max_environment_failures"),
+    *("max_turns", "max_response_length"),
 )
 # Arguments that rendering a prompt sets itself.
 TEMPLATE_ARGUMENTS = (
@@ -78,6 +79,8 @@ class TaskConfig(Section):
     times max_completion_length."""
     environment_timeout: float = between(0, 86400, default=60.0)
     """Seconds that an environment may take to answer before its trajectory is left out; 0 is no limit."""
+    max_environment_failures: int = at_least(1, default=16)
+    """As many trajectories in a row whose environment fails, on one process, end the run."""
     easy: bool = False
     """sum-digits only: short prompts with two numbers, for a tiny model."""
     seed: int = between(0, MAX_SEED, default=42)
@@ -117,7 +120,7 @@ class TaskConfig(Section):
 
     def ineffective_fields(self) -> Iterator[tuple[str, str]]:
         if self.environment is None and not self.tools:
-            for name in ("max_turns", "max_response_length", "environment_timeout"):
+            for name in ("max_turns", "max_response_length", "environment_timeout", "max_environment_failures"):
                 hint = " (one completion's is sampling.max_completion_length)" if name == "max_response_length" else ""
                 yield name, f"without task.environment{hint}; remove it, or name one"
         if "python" not in self.tools:

@@ -5,7 +5,6 @@ answers first: random numbers are keyed by a token's trajectory and position, an
 """
 
 from .episode import (
-    MAX_FAILURES_IN_A_ROW,
     Episode,
     EpisodeContext,
     Failures,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from ...config import TaskConfig
 from ...errors import LockstepError
 from ...timings import Timings
 from ...types import SampleIdentity, SamplingParams, Trajectory
@@ -15,8 +16,6 @@ from ..base import Problem
 from ..calls import Failure
 from ..codec import ChatCodec, Messages
 from ..environment import End, Environment
-
-MAX_FAILURES_IN_A_ROW = 16  # as many environments that fail in a row end the run
 
 _log = logging.getLogger("lockstep")
 
@@ -94,7 +93,7 @@ class Failures:
     """Counts environments that fail in a row; more than `allowed` end the run. `first` is the first of them; `messages`
     are those since the last `take_messages`. A traceback that equals the one before is not logged again."""
 
-    allowed: int = MAX_FAILURES_IN_A_ROW - 1
+    allowed: int = TaskConfig.max_environment_failures - 1
     in_a_row: int = 0
     first: Failure | None = None
     messages: list[str] = field(default_factory=list)
@@ -111,7 +110,8 @@ class Failures:
         self.in_a_row += 1
         if self.in_a_row > self.allowed:
             error = LockstepError(
-                f"{where}: the environment failed for {self.in_a_row} trajectories in a row; the first: "
+                f"{where}: the environment failed for {self.in_a_row} trajectories in a row, as many "
+                f"as end the run (task.max_environment_failures); the first: "
                 f"{one_line(self.first.reason)}"
             )
             if self.first.traceback:
