@@ -16,6 +16,7 @@ from lockstep.errors import InputError
 from lockstep.graph import Runtime
 from lockstep.models import Decoder
 from lockstep.session.build import resolve
+from lockstep.session.memory import Workload, terms
 from lockstep.trainer import Trainer, optimizer
 
 
@@ -46,6 +47,18 @@ def test_updates_have_the_bits_of_a_state_on_the_device(
     plain.optimizer.reset()
     apart.optimizer.reset()
     assert same(bits(plain), bits(apart)) and not apart.optimizer.exp_avg.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_counts_what_is_held(
+    make_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    for module in (optimizer, terms):
+        monkeypatch.setattr(module, "CHUNK", 7 * 1024)
+    config, model = RunConfig(optimizer=OptimizerConfig(offload=True)), make_model(dtype)
+    held, w = Trainer(model, config.optimizer, LossConfig()).optimizer, Workload(model.config, config, 1, dtype)
+    assert terms.host(w, False)[terms.STATE_ON_HOST] == sum(part.nbytes for part in held._host)
+    assert terms.offloaded_chunks(w) == sum(chunk.nbytes for chunk in held._chunks)
 
 
 def test_whole_steps_of_graphs_have_the_bits_of_a_state_on_the_device(

@@ -63,17 +63,22 @@ def moments(w: Workload) -> int:
 
 
 def offloaded_chunks(w: Workload) -> int:
-    """`24 CHUNK`: two chunks of the masters and moments that are on the host."""
-    return 24 * min(CHUNK, w.layout.size) if w.offloads else 0
+    """`24 CHUNK`, in float32 `16 CHUNK`: two chunks of the masters and moments that are on the host."""
+    return 2 * _state_bytes(w) * min(CHUNK, w.layout.size) if w.offloads else 0
+
+
+def _state_bytes(w: Workload) -> int:
+    """Bytes of a parameter's master and moments: 12; 8 in float32, where the weights are the masters."""
+    return 8 if w.b == 4 else 12
 
 
 def host(w: Workload, checks: bool) -> dict[str, int]:
-    """What a process takes of the host's memory, by name: `12 n` for offloaded masters and moments, and `12 n` for the
-    copy that a checkpoint is written from; at the start what `reading` takes, and where graphs are checked, the part of
-    `state_copies` that is not on the device."""
+    """What a process takes of the host's memory, by name: `12 n` for offloaded masters and moments (in float32
+    `8 n`), and `12 n` for the copy that a checkpoint is written from; at the start what `reading` takes, and where
+    graphs are checked, the part of `state_copies` that is not on the device."""
     found = {READING: reading(w)}
     if w.offloads:
-        found[STATE_ON_HOST] = 12 * w.layout.size
+        found[STATE_ON_HOST] = _state_bytes(w) * w.layout.size
     if w.config.checkpoint.interval > 0:
         found[SAVED_COPY] = 12 * w.layout.size
     if checks and w.on_gpu and (copied := max(0, state_copies(w) - device_copies(w))):
