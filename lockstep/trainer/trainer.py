@@ -348,6 +348,7 @@ class Trainer:
 
     def _result(self, lr: float, sampled: int, row: Sequence[float], scored: ScoredBatches) -> StepResult:
         s = dict(zip(self._result_names, row, strict=True))
+        mismatches = self._mismatches(scored) if s["different"] else []  # may raise: the update is not counted yet
         self.weights_version += int(s["applied"])
         tokens = max(s["tokens"], 1.0)
         return StepResult(
@@ -364,7 +365,7 @@ class Trainer:
             tokens_checked=int(s["identical"] + s["different"]),
             tokens_different=int(s["different"]),
             logprob_diff_max=s["diff_max"],
-            mismatches=self._mismatches(scored) if s["different"] else [],
+            mismatches=mismatches,
             routing=self._routing(s) if self._moe is not None else None,
         )
 

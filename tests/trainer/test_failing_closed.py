@@ -7,6 +7,7 @@ import torch
 from small import stepped
 from updates import FILTERED, LR, NoHostReads, bits, make_trainer, one_batch, same
 
+from lockstep.errors import PeerLost
 from lockstep.trainer import Mismatch, pack
 
 
@@ -57,6 +58,23 @@ def test_one_flipped_bit_stops_the_update_and_is_named(make_model, make_groups, 
     trainer.forward_backward(one_batch(groups))
     result = trainer.optim_step(LR)
     assert result.applied and result.mismatches == [expected] and not same(before, bits(trainer))
+
+
+def test_an_update_whose_mismatches_could_not_be_gathered_is_counted_once(
+    make_model, make_groups, record, monkeypatch: pytest.MonkeyPatch
+):
+    model = make_model()
+    groups = record(model, make_groups())
+    groups[0].rollouts[0].logprobs[0] = flip_bit(groups[0].rollouts[0].logprobs[0])
+    trainer = make_trainer(model, enforce_parity=False)
+    trainer.forward_backward(one_batch(groups))
+    pending = trainer.launch_optim_step(LR)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(trainer.world), "gather", lambda *_: (_ for _ in ()).throw(PeerLost("gone")))
+        with pytest.raises(PeerLost, match="gone"):
+            pending.get()
+    assert trainer.weights_version == 0
+    assert len(pending.get().mismatches) == 1 and trainer.weights_version == 1
 
 
 def test_without_check_parity_nothing_is_compared(make_model, make_groups, record):
