@@ -94,7 +94,8 @@ def train(
         from .run.train import train as run
         from .session.processes import join_processes
         from .session.signals import raise_on_signals
-    with join_processes(config) as world, contextlib.ExitStack() as lock:
+    explained = _explaining_paths(given_dir, config) if resume and given_dir is not None else contextlib.nullcontext()
+    with explained, join_processes(config) as world, contextlib.ExitStack() as lock:
         lock.enter_context(raise_on_signals())
         if resume and given_dir is not None:
             from .run.resume import require_unchanged_config
@@ -328,6 +329,27 @@ def _to_list(value: Any) -> Any:
     if not hasattr(value, "tolist"):
         raise TypeError(f"it holds a {type(value).__name__}")
     return value.tolist()
+
+
+@contextlib.contextmanager
+def _explaining_paths(run_dir: Path, config: RunConfig) -> Iterator[None]:
+    """A context in which an `InputError` about a relative path of `config` that is not here says where to resume the
+    run from: the folder above the run's that has it, if one does."""
+    task, above = config.task, run_dir.absolute().parents
+    functions = config.attention_mask, config.loss.loss_type, task.environment, *task.reward, *task.tools
+    sources = [function.rpartition(":")[0] for function in (*functions, *config.metrics.trackers) if function]
+    given = config.model, config.loss.teacher, task.data, task.validation_data, *sources
+    paths = [path for path in given if path and ":" not in path and path[0] not in "/~"]
+    try:
+        yield
+    except InputError as error:
+        for path in paths:
+            if re.search(rf"(?<![\w/]){re.escape(path)}(?!\w)", str(error)) and not Path(path).exists():
+                begun = next((f"{folder}, which has it" for folder in above if (folder / path).exists()), None)
+                hint = f"if {path} is a relative path, it starts where the command runs: resume the run from "
+                error.args = (f"{error}; {hint}{begun or 'where it was begun'}",)
+                break
+        raise
 
 
 def load_run_config(run_dir: Path) -> RunConfig:

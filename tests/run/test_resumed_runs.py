@@ -130,6 +130,30 @@ def refused(run: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().err
 
 
+def test_a_run_with_relative_paths_says_where_to_resume_it_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (begun := tmp_path / "begun").mkdir()
+    monkeypatch.chdir(begun)
+    init_folder("tiny", Path("m"), 0)
+    Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    shutil.copy(DATA / "rewards.py", "own.py")
+    given = "--model", "m", "--data", "rows.jsonl", "--reward", "own.py:spread", "--checkpoint.interval", "1"
+    run = begun / "runs" / "r"
+    assert main(["train", "dataset", *QUICK, *given, "--run-dir", str(run)]) == 0
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    for name in ("m", "rows.jsonl", "own.py"):
+        told = f"if {name} is a relative path, it starts where the command runs: resume the run from "
+        assert f"{told}{begun}, which has it\n" in refused(run, capsys, "--steps", "3")
+        (begun / name).rename(begun / "kept")
+        assert f"{told}where it was begun\n" in refused(run, capsys, "--steps", "3")
+        (begun / "kept").rename(begun / name)
+        (elsewhere / name).symlink_to(begun / name)
+    assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
+    assert "relative path" not in refused(run, capsys, "--steps", "2")
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_run_with_steps_and_no_whole_checkpoint_is_not_begun_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
