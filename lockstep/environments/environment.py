@@ -113,7 +113,8 @@ class Environment:
 
     def start(self, row: dict[str, Any], seed: int) -> Given | Awaitable[Given]:
         """The prompt; by default, that of the row. `row` has the problem's `prompt` and columns. `seed` is the same for
-        all samples of a prompt, which must all return the same."""
+        all samples of a prompt, which must all return the same. Define `begins_with_rows`, too, if it begins with the
+        row's prompt: else a row that is too long ends the run only once it is played."""
         return row["prompt"]
 
     def step(self, turn: Turn) -> Given | Branch | Next | End | Awaitable[Given | Branch | Next | End]:

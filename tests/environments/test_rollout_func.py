@@ -109,6 +109,11 @@ def short(prompts: list[Any], trainer: Any) -> Any:
     return {name: values[:-1] for name, values in echo(prompts, trainer).items()}
 
 
+def own_prompts(prompts: list[Any], trainer: Any) -> Any:
+    """The rows' prompts are not what is completed."""
+    return echo([[{"role": "user", "content": f"{len(str(prompt))}, is it 5"}] for prompt in prompts], trainer)
+
+
 def tensors(prompts: list[Any], trainer: Any) -> Any:
     found = echo(prompts, trainer)
     arrays = {name: [torch.tensor(one) for one in found[name]] for name in ("prompt_ids", "completion_ids", "logprobs")}
@@ -183,6 +188,15 @@ def test_the_guides_function_has_the_bits_of_no_function_and_forwards_its_fields
     assert [s["token_ids"] for s in samples] == [s["token_ids"] for s in plain] and len(samples) == 4
     assert [s["token_ids"] for s in trained(folder, "tensors")[1]] == [s["token_ids"] for s in plain]
     assert [s["rewards"] for s in samples] == [{"reward_from_env": len(s["text"]) / 10} for s in samples]
+
+
+def test_a_rows_prompt_that_is_too_long_may_stay_unused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "x" * 100_000}) + "\n" for _ in range(4)))
+    (tmp_path / "model").symlink_to(folder / "model")
+    certificate, samples = trained(tmp_path, "own_prompts")
+    assert certificate["identical"] and certificate["tokens_checked"] == sum(len(s["token_ids"]) for s in samples) > 0
+    with pytest.raises(InputError, match="asked for a turn after 100000 tokens; the run allows 1 to 2048"):
+        trained(tmp_path, "echo")
 
 
 def test_turns_are_trained_and_what_is_masked_is_given(folder: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from ...errors import InputError, LockstepError, refuse
+from ...errors import InputError, LockstepError, PromptTooLong, refuse
 from ...json_file import to_plain
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import one_line
@@ -201,8 +201,11 @@ class RolloutFuncRunner:
         return groups
 
     def _encode_prompt(self, request: GroupRequest) -> list[int]:
+        """The tokens of the row's prompt; empty if it is too long for any turn to follow, as it need not be used."""
         try:
             return self.codec.encode_prompt(request.problem.prompt)
+        except PromptTooLong:
+            return []
         except InputError as error:
             raise InputError(f"{request.where}: {error}") from error
 
