@@ -46,6 +46,10 @@ UNSUPPORTED_FLAGS = {
     **dict.fromkeys(("lora-r", "lora-alpha", "use-peft"), "there is no LoRA here: all weights are trained"),
     **dict.fromkeys(("push-to-hub", "hub-model-id"), "nothing is uploaded: the run's model/ is a Hugging Face folder"),
     **dict.fromkeys(("n-gpus-per-node", "nnodes"), "as many as torchrun starts processes of lockstep"),
-    "repetition-penalty": "there is none here: tokens are drawn from the model's own distribution, which trains",
+    **dict.fromkeys(
+        ("repetition-penalty", "presence-penalty", "frequency-penalty"),
+        "there is none here: tokens are drawn from the model's own distribution, which trains",
+    ),
+    **dict.fromkeys(("top-logprobs", "prompt-logprobs"), "there are log-probabilities of sampled tokens alone"),
     **dict.fromkeys(("use-vllm", "vllm-mode"), "the engine is in the same process, and always used"),
 }

@@ -473,6 +473,8 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train --stepz 3", ["unknown flag --stepz (did you mean --steps?); lockstep train --help lists"]),
         ("train --batch-size 3", ["unknown flag --batch-size (did you mean --trainer.prompts-per-step?)"]),
         ("generate --repetition-penalty 1.1", ["(there is none here: tokens are drawn from the model's own"]),
+        ("generate --presence-penalty 1", ["unknown flag --presence-penalty (there is none here: tokens are drawn"]),
+        ("chat --prompt_logprobs 1", ["--prompt-logprobs (there are log-probabilities of sampled tokens alone)"]),
         ("train --use_peft", ["unknown flag --use-peft (there is no LoRA here: all weights are trained)"]),
         ("generate --max-tokens 3", ["unknown flag --max-tokens (did you mean --max-completion-length?)"]),
         (

@@ -294,6 +294,10 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("generate", {"token_ids": [1], "sampling_params": {"top_p": 2}}, "sampling_params.top_p", "less than"),
     ("generate", {"token_ids": [1], "sampling_params": {"min_tokens": 2}}, "sampling_params.min_tokens", "supported"),
     ("generate", {"token_ids": [1], "sampling_params": {"logprobs": 5}}, "sampling_params.logprobs", "0 or 1"),
+    *[
+        ("generate", {"token_ids": [1], "sampling_params": {name: 1.5}}, f"sampling_params.{name}", "is not supported")
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs", "echo")
+    ],
     ("generate", {"token_ids": [1], "features": {}}, "features", "is no field"),
     ("generate", {"token_ids": [1], "stream": True}, "stream", "must be false"),
 ]
