@@ -158,7 +158,7 @@ def test_a_call_that_takes_too_long_is_stopped(source: Path) -> None:
     try:
         scores = score(load_rewards([f"{source}:fragile"], on_error="zero", workers=pool), ["a", "loop"], (0, 1))
         assert scores.totals == [1.0, 0.0]
-        with pytest.raises(InputError, match="gave no answer within 1.5 s and was stopped"):
+        with pytest.raises(InputError, match=r"gave no answer within 1.5 s \(task.reward_timeout\) and was stopped"):
             score(load_rewards([f"{source}:fragile"], workers=pool), ["loop"], (0,))
     finally:
         pool.close()

@@ -133,7 +133,8 @@ class _Worker:
         try:
             if not self._wait_for_answer(timeout):
                 self.stop()
-                return Failed(f"gave no answer within {timeout:g} s and was stopped")
+                limit = "task.reward_timeout" if message[0] == "call" else "for importing its module"
+                return Failed(f"gave no answer within {timeout:g} s ({limit}) and was stopped")
             return self._channel.recv()
         except (EOFError, OSError):
             return self._failure_of_exit()
