@@ -20,13 +20,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime.errors import InterpreterError
 
     from lockstep.distributed.push import triton as kernels
-    from lockstep.distributed.push import triton_norm
+    from lockstep.distributed.push import triton_norm, triton_products
     from lockstep.distributed.push.memory import SharedMemory
     from lockstep.ops.attention import triton_decode as attention
     from lockstep.ops.linear import triton as products
     from lockstep.ops.linear.choice import Choice
     from lockstep.ops.norm import triton as norms
     from lockstep.ops.records import PARITIES, SLOT, Contexts, Epilogue, KVPages, Norm, Rotation
+    from lockstep.ops.rows import aligned_rows
 
 SHAPES = [
     (1, 8, torch.bfloat16),
@@ -180,6 +181,29 @@ class Interpreted:
                 assert torch.equal(found, norms.rms_norm(whole, *norm))
         assert [memory.state.tolist() for memory in memories] == [[3, 0]] * ranks
 
+    def test_no_kernel_is_between_a_product_and_what_takes_its_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Which loads the norm's weights at once, and so not those that the kernel before it copied."""
+        (memory, _), launched = group(2), list[str]()
+        monkeypatch.setattr(triton_products, "_stores", lambda *_: True)
+        monkeypatch.setattr(triton_products, "shared_memory", lambda _: memory)
+        monkeypatch.setattr(triton_products.kernels, "product", lambda *_: launched.append("product"))
+
+        def copied(x: Tensor) -> Tensor:
+            launched.append("copy")
+            return aligned_rows(x)
+
+        for module in (triton_products, triton_norm):
+            monkeypatch.setattr(module, "aligned_rows", copied, raising=False)
+        monkeypatch.setattr(triton_norm, "_take_norm_kernel", {(3,): lambda *_, **__: launched.append("take")})
+        x, residual = words(0, (3, 64, torch.bfloat16), 0), words(0, (3, 32, torch.bfloat16), 1)
+        norm = Norm(words(0, (1, 128, torch.bfloat16), 9)[0, ::2], 1e-6)
+        triton_products.push_linear_add_norm(x, words(0, (32, 64, torch.bfloat16), 2), residual, 2, "@tp", norm)
+        assert launched == ["copy", "product", "take"]
+
+    def test_a_thread_waits_for_words_of_its_own(self) -> None:
+        has_words = triton_norm.has_words_of_norm
+        assert not has_words(16, 2) and has_words(16, 4) and has_words(32, 2) and not has_words(24, 4)
+
     def test_a_norm_tells_whose_words_are_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock, memories = itertools.count(1), group(4)
         monkeypatch.setattr(triton_norm, "POLLS", 1)
@@ -190,6 +214,25 @@ class Interpreted:
         norm = Norm(words(0, (1, 64, torch.bfloat16), 9)[0], 1e-6)
         with pytest.raises(InterpreterError, match=f"late: {1 * 4 + 2}"):  # the first launch, of the third rank
             triton_norm.take_norm(torch.empty(2, 64, dtype=torch.bfloat16), norm, memories[0])
+
+    def test_words_that_come_with_the_last_poll_are_not_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nor is a rank told that nobody's are."""
+        clock, memories = itertools.count(1), group(2)
+        own = [words(rank, (2, 32, torch.bfloat16), 0) for rank in range(2)]
+        arrive = [lambda: kernels.launch_push(own[1], False, memories[1], take=False)]
+
+        def now(_: object) -> int:
+            if arrive:
+                arrive.pop()()
+            return next(clock)
+
+        monkeypatch.setattr(triton_norm, "POLLS", 1)
+        monkeypatch.setattr(kernels, "_now", now)
+        monkeypatch.setattr(kernels, "_end_all_work", end)
+        kernels.launch_push(own[0], False, memories[0], take=False)
+        norm, whole = Norm(words(0, (1, 64, torch.bfloat16), 9)[0], 1e-6), torch.cat(own, dim=1)
+        found = triton_norm.take_norm(torch.empty_like(whole), norm, memories[0])
+        assert torch.equal(found, norms.rms_norm(whole, *norm))
 
     def test_a_rank_may_push_whole_what_others_store_in_their_products(self) -> None:
         memories, tile = group(2), Choice("pipelined", 16, 16, 32, 4, 3)

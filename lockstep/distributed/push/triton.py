@@ -71,7 +71,6 @@ def awaited(from_ptr, at, inside, launch, patience, late_ptr, late, POLLS: tl.co
     words = tl.load(from_ptr + at, mask=inside, other=unread, volatile=True)
     polls, until = 0, launch * 0
     while not _all_marked(words, launch):
-        words = tl.load(from_ptr + at, mask=inside, other=unread, volatile=True)
         polls += 1
         if polls == POLLS:
             polls = 0
@@ -80,6 +79,7 @@ def awaited(from_ptr, at, inside, launch, patience, late_ptr, late, POLLS: tl.co
                 until = now + patience
             if now > until:
                 _end_all_work(late_ptr, tl.max(tl.where((words >> 32) == launch, 0, late), axis=0))
+        words = tl.load(from_ptr + at, mask=inside, other=unread, volatile=True)
     return words
 
 

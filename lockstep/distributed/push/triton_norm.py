@@ -16,14 +16,17 @@ from torch import Tensor
 from ...ops import pdl
 from ...ops.norm.triton import ROW_THREAD
 from ...ops.records import PARITIES, SLOT, Norm
-from ...ops.rows import ALIGNMENT, aligned_rows, num_warps
+from ...ops.rows import ALIGNMENT, num_warps
 from .memory import SharedMemory
 from .triton import POLLS, awaited, count_launch
 
+WARP = 32  # threads
 
-def has_words_of_norm(columns: int) -> bool:
-    """Whether rows of which a rank has so many columns are loaded as `ops.norm` loads them."""
-    return columns % ALIGNMENT == 0
+
+def has_words_of_norm(columns: int, ranks: int) -> bool:
+    """Whether rows of which a rank has so many columns are loaded as `ops.norm` loads them, and no two threads of a
+    program wait for the same word, so that all see that it has come in the same poll."""
+    return columns % ALIGNMENT == 0 and columns * ranks > WARP
 
 
 @triton.jit(do_not_specialize=["rank"])  # one binary for all ranks
@@ -77,10 +80,11 @@ def take_norm(out: Tensor, norm: Norm, memory: SharedMemory) -> Tensor:
     Args:
         out: for the result, [rows, all ranks' columns] of 16 bits; nobody may read or write it since before this rank's
             words were computed.
+        norm: its weights, as `aligned_rows` makes them, were complete before that too, as they are loaded at once.
     """
     width = out.shape[1]
     _take_norm_kernel[(out.shape[0],)](
-        out, out.view(torch.int32), aligned_rows(norm.weight_D), memory.addresses, memory.state, memory.rank,
+        out, out.view(torch.int32), norm.weight_D, memory.addresses, memory.state, memory.rank,
         memory.patience, norm.eps,
         OFFSET=norm.offset, WIDTH=width, RANKS=memory.ranks, PARITIES=PARITIES, SLOT=SLOT,
         BLOCK=triton.next_power_of_2(width), POLLS=POLLS, **pdl.options(out, num_warps=num_warps(width, ROW_THREAD)),

@@ -22,6 +22,7 @@ from ...ops.records import (
     PrefixGroups,
     Rotation,
 )
+from ...ops.rows import aligned_rows
 from .memory import shared_memory
 from .triton import launch_push, push_columns
 from .triton_norm import has_words_of_norm, take_norm
@@ -37,11 +38,13 @@ def push_linear_add_norm(
     x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, ranks: int, group: str, norm: Norm
 ) -> tuple[Tensor, Tensor]:
     rows, columns = residual_TN.shape
-    if not (_stores("linear_add", rows, weight_NK, False) and has_words_of_norm(columns)):
+    if not (_stores("linear_add", rows, weight_NK, False) and has_words_of_norm(columns, ranks)):
         own_TN, all_TN = push_linear_add(x_TK, weight_NK, residual_TN, ranks, group)
         return own_TN, rms_norm(all_TN, *norm)
     memory = shared_memory(group)
-    normed_TN = x_TK.new_empty(rows, ranks * columns)  # before the product, in whose operands' memory it may not lie
+    # Both before the product: what takes the words loads the weights at once, and may not write into its operands.
+    norm = norm._replace(weight_D=aligned_rows(norm.weight_D))
+    normed_TN = x_TK.new_empty(rows, ranks * columns)
     own_TN = kernels.product("linear_add", x_TK, weight_NK, residual_TN, Epilogue(peers=memory.peers))
     return own_TN, take_norm(normed_TN, norm, memory)
 
@@ -63,7 +66,7 @@ def _push_product(
         own_TN = kernels.product(kind, x_TK, weight_NK, residual_TN, epilogue)
         return own_TN, push_columns(own_TN, ranks, group, False)
     memory = shared_memory(group)
-    all_TN = x_TK.new_empty(rows, ranks * columns)  # before the product, as above
+    all_TN = x_TK.new_empty(rows, ranks * columns)  # before the product, in whose operands' memory it may not lie
     own_TN = kernels.product(kind, x_TK, weight_NK, residual_TN, epilogue._replace(peers=memory.peers))
     return own_TN, launch_push(own_TN, False, memory, store=False, out=all_TN)
 

@@ -177,6 +177,8 @@ class CrossRankSums:
         if name == GATHER_MANY:
             shards: Any = source.args[0]
             return self._gathered(shards[number], str(source.args[2])) if self._is_computed(shards[number]) else None
+        if name == PUSHED_NORM and number == 1:  # of whole rows, whatever the product and its sum are parts of
+            return None
         given = [n for n in source.all_input_nodes if self._layout_of(n)]
         if not given:
             return None

@@ -131,7 +131,7 @@ def _join_push(push: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or push.args[3:] != (False,):  # to the rows' owners
         return False
     name = op_name(source).replace(".norm_gate_up", ".gate_up").replace(".", ".push_")
-    if name not in PUSHED or source.kwargs or _is_written(source):
+    if name not in PUSHED or source.kwargs or _is_written(source) or _is_written(push):
         return False
     if any(map(communicates, _between(source, push))):  # whose order stays that of eager calls
         return False
@@ -144,7 +144,8 @@ def _join_push(push: fx.Node) -> bool:
 
 
 def _join_norm(norm: fx.Node) -> bool:
-    """A norm, of itself or of a product that norms its rows, is all that reads the columns of a pushed product."""
+    """A norm, of itself or of a product that norms its rows, is all that reads the columns of a pushed product. Its
+    weights are an input that nobody writes: they are read sooner than before, by a kernel that does not wait."""
     if op_name(norm) not in {"lockstep.rms_norm", *_APART} or norm.kwargs:
         return False
     whole, weight = cast(tuple[fx.Node, fx.Node], norm.args[:2])
@@ -152,10 +153,14 @@ def _join_norm(norm: fx.Node) -> bool:
     own = pushed and _item(pushed, 0)
     if not (pushed and own and whole is _item(pushed, 1) and _has_one_user(whole)):
         return False
-    if any(pushed.args[_UNBIASED:]) or not weight < pushed or _is_written(weight):
+    if any(pushed.args[_UNBIASED:]) or weight.op != "placeholder" or _is_written(weight):
+        return False
+    if norm.args.count(whole) > 1:  # the product's weights, too
         return False
     if op_name(norm) in _APART:
         norm = cast(fx.Node, _part_norm(norm).args[0])
+    elif _is_written(norm):
+        return False
     _join(own, norm, PUSHED_NORM, [*pushed.args[:_UNBIASED], *norm.args[1:]])
     _erase(norm, whole, own, pushed)
     return True

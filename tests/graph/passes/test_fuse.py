@@ -341,6 +341,62 @@ def test_other_norms_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found[0]) == len(found[1]) == 4 and all(map(torch.equal, *found))
 
 
+def norms_of_views(t: Inputs) -> dict[str, Tensor]:
+    """Norms whose weights are views of what is written."""
+    axis, p, x, own, found = Axis("tp", 2, 1, pushes=True), t.param, t.user["x"], t.user["x"][:, :4], []
+    scales = torch.stack((p["norm"], p["norm"]))
+    first, second, again = scales.view(-1)[:8], scales[1], scales[1]
+    for written, weight in ((scales, first), (scales, second), (again, second)):
+        own = ops.linear_add(x, p["square"], own)
+        whole = all_gather_columns((own,), axis)[0]
+        written.mul_(2)
+        found.append(ops.norm_linear(whole, weight, p["qkv"], 1e-6))
+    return {str(i): x for i, x in enumerate(found)}
+
+
+def norm_of_a_weight(t: Inputs) -> dict[str, Tensor]:
+    """A product of the normed columns and the columns."""
+    axis, p, x = Axis("tp", 2, 1, pushes=True), t.param, t.user["x"]
+    whole = all_gather_columns((ops.linear_add(x, p["square"], x[:, :4]),), axis)[0]
+    return {"products": ops.norm_linear(whole, p["norm"], whole, 1e-6)}
+
+
+@pytest.mark.parametrize("function", [norms_of_views, norm_of_a_weight])
+def test_a_norm_stays_behind_what_it_follows(monkeypatch: pytest.MonkeyPatch, function) -> None:
+    monkeypatch.setattr(push, "by_collective", alike)
+    inputs = parameters_of_norms()
+    with torch.no_grad():
+        before = capture("views", function, inputs)
+        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    assert all(map(torch.equal, *found)) and not calls(after)["lockstep.push_linear_add_norm"]
+
+
+def norms_beside_parts(t: Inputs) -> dict[str, Tensor]:
+    """Norms of products of a part of the ranks' columns; one of them is written."""
+    axis, p, x = Axis("tp", 2, 1, pushes=True), t.param, t.user["x"]
+    whole = all_gather_columns((ops.linear_add(x, p["square"], x[:, :4]),), axis)[0]
+    part, scale = whole[:, :4], p["norm"] + 1
+    own = ops.linear_add(part, p["square"][:, :4].contiguous(), part)
+    beside = ops.rms_norm(all_gather_columns((own,), axis)[0], scale, 1e-6)
+    own = ops.linear_add(part, p["square"][:, :4].contiguous(), part)
+    added = ops.rms_norm(all_gather_columns((own,), axis)[0], p["norm"], 1e-6) + ops.linear(x, p["gate_up"][:8])
+    own = ops.linear_add(x, p["square"], x[:, :4])
+    written = ops.rms_norm(all_gather_columns((own,), axis)[0], p["norm"], 1e-6)
+    written.copy_(whole)
+    return {"logprob_C": beside.amax(1) * added.amax(1) * own.sum(1), "written": written}
+
+
+def test_what_the_norms_of_parts_become_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "by_collective", alike)
+    inputs = parameters_of_norms()
+    with torch.no_grad():
+        before = capture("parts", norms_beside_parts, inputs)
+        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    assert all(map(torch.equal, *found)) and calls(after)["lockstep.push_linear_add_norm"] == 1
+
+
 def written_products(t: Inputs) -> dict[str, Tensor]:
     """Products that are written after they are computed: through a view before their push, or after it."""
     axis, x = Axis("tp", 2, 1, pushes=True), t.user["x"]
@@ -348,8 +404,10 @@ def written_products(t: Inputs) -> dict[str, Tensor]:
     first[:, :2].mul_(3)
     pushed = [all_gather_columns((own,), axis)[0] for own in (first, second)]
     second.copy_(pushed[1][:, :8])
+    third = all_gather_columns((ops.linear_add(x, t.param["square"], x),), axis)[0]
+    third.copy_(pushed[0])
     sums = pushed[1].view(8, 2, 4, 2).sum(3).flatten(1)  # of what each rank has
-    return {"first": pushed[0], "second": second * 2, "logprob_C": sums}
+    return {"first": pushed[0], "second": second * 2, "third": third, "logprob_C": sums}
 
 
 def test_a_product_that_is_written_keeps_its_push(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,8 +419,8 @@ def test_a_product_that_is_written_keeps_its_push(monkeypatch: pytest.MonkeyPatc
         before = capture("written", written_products, inputs)
         after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
         found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
-    assert calls(after)["lockstep.push_columns"] == 2
-    assert len(found[0]) == 3 and all(map(torch.equal, *found))
+    assert calls(after)["lockstep.push_columns"] == 3
+    assert len(found[0]) == 4 and all(map(torch.equal, *found))
 
 
 def pushed_in_another_order(t: Inputs) -> dict[str, Tensor]:
