@@ -316,7 +316,7 @@ def test_a_norm_that_alone_reads_what_was_pushed_becomes_a_part_of_that_call(mon
 
 
 def other_norms(t: Inputs) -> dict[str, Tensor]:
-    """A norm beside another reader; of a product with a bias; with weights that are written, or computed later."""
+    """A norm beside another reader; of a product with a bias; with weights that are written, or computed."""
     axis, p, x, own, found = Axis("tp", 2, 1, pushes=True), t.param, t.user["x"], t.user["x"][:, :4], []
     scale = p["norm"] + 1
     for bias in (None, p["bias"][:4], None, None):
@@ -324,7 +324,8 @@ def other_norms(t: Inputs) -> dict[str, Tensor]:
         whole = all_gather_columns((own,), axis)[0]
         if len(found) == 2:
             scale.mul_(2)
-        found.append(ops.rms_norm(whole, p["norm"] * 2 if len(found) == 3 else scale, 1e-6))
+        weights = p["norm"], p["norm"], scale, p["norm"] * 2
+        found.append(ops.rms_norm(whole, weights[len(found)], 1e-6))
         if len(found) == 1:
             found[0] = found[0] + whole
     return {str(i): x for i, x in enumerate(found)}
