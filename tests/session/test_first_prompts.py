@@ -16,6 +16,7 @@ from lockstep.environments import End, Environment, Turn, make_environment
 from lockstep.environments.adapters.verifiers import VerifiersEnvironment
 from lockstep.environments.tools import ToolEnvironment
 from lockstep.errors import InputError
+from lockstep.rl.loop import Loop
 from lockstep.session.build import TrainingSession, build, planned_workload, resolve, task_reader
 
 
@@ -75,6 +76,17 @@ class Wordy(Short):
             word: Which, which may be any of those that one says where one says a word, in any language of people.
         """
         return word
+
+
+class Untold(Ends):
+    """Has a tool that texts do not show."""
+
+    tools = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}},)
+
+
+class Told(Untold):
+    def start(self, row: dict[str, Any], seed: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": row["prompt"]}]
 
 
 BOTH = {"short": Short, "wordy": Wordy}
@@ -193,3 +205,16 @@ def test_prompts_without_tools_are_measured_as_they_are_played(calling: Path, tm
             build(replace(config, task=replace(config.task, max_prompt_length=shown - 1)))
         assert build(replace(config, task=replace(config.task, max_prompt_length=shown))).task.rows == 2
     assert shown == 600
+
+
+def test_a_text_that_does_not_show_an_environments_tools_is_refused(calling: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "say 1"}] * 2
+    for name in ("Told", "Untold"):
+        config = a_run(calling, rows, tmp_path, environment=f"{__file__}:{name}", reward=(), validation_prompts=0)
+        run = build(replace(config, trainer=TrainerConfig(prompts_per_step=2)))
+        loop = Loop(run.config, run)
+        if name == "Told":
+            assert len(loop.step(0)[1]) == 2
+            continue
+        with pytest.raises(InputError, match=r"line [12].*: the environment has tools, and its prompt is a text"):
+            loop.step(0)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from ...errors import HistoryRewritten, InputError, PromptTooLong
+from ...errors import HistoryRewritten, InputError, PromptTooLong, refuse
 from ...machine import fast_thread_switching
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import as_input_error, copy_nested, one_line
@@ -154,6 +154,11 @@ class EpisodeRunner:
         try:
             if codec.with_tools is not None and (tools := self._tools(episodes[0].environment)):
                 codec = codec.with_tools(tools)
+                refuse(
+                    isinstance(prompt, str),
+                    "the environment has tools, and its prompt is a text, which shows the model none: `start` must "
+                    "return messages, with which the chat template shows them, or tokens",
+                )
             ids = prompt if tokenized else codec.encode_prompt(prompt)
             text = codec.decode(prompt) if tokenized else prompt
         except InputError as error:
