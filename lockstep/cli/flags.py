@@ -368,7 +368,7 @@ class Eval(_ResultFlags):
     environment_timeout: float = TaskConfig.environment_timeout
     """Seconds that the environment may take to answer before its trajectory is left out; 0 is no limit."""
     max_environment_failures: int = TaskConfig.max_environment_failures
-    """As many trajectories in a row whose environment fails end the evaluation."""
+    """How many trajectories in a row whose environment fails end the evaluation."""
     max_turns: int = TaskConfig.max_turns
     """Maximum number of completions of a trajectory in an environment."""
     max_response_length: int = TaskConfig.max_response_length

@@ -68,7 +68,7 @@ def worked_trajectories(
         turns[request.group] = [Segment(encode_completion(text), sampled=True, text=text) for text in texts]
     longest = max(len(turn.token_ids) for turns_of_one in turns.values() for turn in turns_of_one)
     sampler, sampling = _ScriptedSampler(turns), SamplingParams(max_completion_length=longest)
-    context = EpisodeContext(environment, codec, lambda *_: sampler, limits, Failures(allowed=0), Timings())
+    context = EpisodeContext(environment, codec, lambda *_: sampler, limits, Failures(allowed=0, setting=""), Timings())
     with closing(EpisodeRunner(context)) as runner:
         episodes = [e for (e,) in runner.run(requests, sampling, SampleIdentity(0, WARMUP_DOMAIN, 0, 0))]
     for episode in episodes:

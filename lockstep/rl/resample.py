@@ -61,7 +61,7 @@ def resample_trajectory(
             turns = []
         kind = type("Recorded", (RecordedEnvironment,), {"given": given, "turns": turns})
     context = EpisodeContext(
-        kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0), run.timings
+        kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0, setting=""), run.timings
     )
     seed = draw("environment", identity.seed, identity.domain, identity.step, identity.group)
     with closing(EpisodeRunner(context)) as runner:

@@ -67,6 +67,10 @@ with kernels.collected():
 def test_a_norm_of_taken_words_adds_as_the_norm_of_rows() -> None:
     """In the instructions for an H200: the same ones compute on floats, in the same order. What was stored for other
     threads to load lies behind a barrier."""
+    import triton
+
+    if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
+        pytest.skip("this Triton cannot compile for NVIDIA GPUs")
     benchmarks = str(Path(__file__).parents[2] / "benchmarks")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join((benchmarks, *sys.path))}
     done = finished([sys.executable, "-c", COMPILE], env=environment)

@@ -502,6 +502,8 @@ def test_many_failures_in_a_row_end_the_run_with_the_first_ones_traceback(
     assert all(traceback in one for one in told)
     assert [traceback in one for one in caplog.messages] == [True] + [False] * (most - 1)
     assert all(" sample " in one.splitlines()[-1] for one in told), "what happened stands last"
+    with pytest.raises(LockstepError, match=r"failed for 1 trajectories in a row; the first: Attr"):
+        collect(engine, Broken, failures=Failures(allowed=0, setting=""))
 
 
 def test_a_start_that_fails_costs_its_own_sample_alone(model: Decoder, expected: list[Any]) -> None:

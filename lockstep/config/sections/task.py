@@ -80,7 +80,7 @@ class TaskConfig(Section):
     environment_timeout: float = between(0, 86400, default=60.0)
     """Seconds that an environment may take to answer before its trajectory is left out; 0 is no limit."""
     max_environment_failures: int = at_least(1, default=16)
-    """As many trajectories in a row whose environment fails, on one process, end the run."""
+    """How many trajectories in a row whose environment fails, on one process, end the run."""
     easy: bool = False
     """sum-digits only: short prompts with two numbers, for a tiny model."""
     seed: int = between(0, MAX_SEED, default=42)

@@ -90,10 +90,12 @@ class Episode:
 
 @dataclass
 class Failures:
-    """Counts environments that fail in a row; more than `allowed` end the run. `first` is the first of them; `messages`
-    are those since the last `take_messages`. A traceback that equals the one before is not logged again."""
+    """Counts environments that fail in a row; more than `allowed` end the run. `setting` has that number, if any does.
+    `first` is the first of them; `messages` are those since the last `take_messages`. A traceback that equals the one
+    before is not logged again."""
 
     allowed: int = TaskConfig.max_environment_failures - 1
+    setting: str = "task.max_environment_failures"
     in_a_row: int = 0
     first: Failure | None = None
     messages: list[str] = field(default_factory=list)
@@ -109,9 +111,9 @@ class Failures:
             self.first = failure
         self.in_a_row += 1
         if self.in_a_row > self.allowed:
+            limit = f", as many as end the run ({self.setting})" if self.setting else ""
             error = LockstepError(
-                f"{where}: the environment failed for {self.in_a_row} trajectories in a row, as many "
-                f"as end the run (task.max_environment_failures); the first: "
+                f"{where}: the environment failed for {self.in_a_row} trajectories in a row{limit}; the first: "
                 f"{one_line(self.first.reason)}"
             )
             if self.first.traceback:

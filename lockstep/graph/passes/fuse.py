@@ -15,10 +15,10 @@ from ..torch_private import trace as torch_trace
 from .rewrite import match_call, reachable_nodes, rewritten
 
 ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # arguments of attention's backward before scores
+ROTATION_ARGS = 2 + len(Rotation._fields)  # rotation's backward: gradient, projection, and the rotation
+UNBIASED_ARGS = 5  # of a pushed product and sum, before its bias
 # Products that norm their rows: what they are without, and where the norm's offset is in the arguments after epsilon.
 _APART = {"lockstep.norm_linear": ("lockstep.normed_linear", 1), "lockstep.norm_gate_up": ("lockstep.gate_up", 0)}
-_UNBIASED = 5  # arguments of a pushed product and sum before its bias
-ROTATION_ARGS = 2 + len(Rotation._fields)  # rotation's backward: gradient, projection, and the rotation
 
 
 def fuse(captured: Captured) -> tuple[Captured, str]:
@@ -153,7 +153,7 @@ def _join_norm(norm: fx.Node) -> bool:
     own = pushed and _item(pushed, 0)
     if not (pushed and own and whole is _item(pushed, 1) and _has_one_user(whole)):
         return False
-    if any(pushed.args[_UNBIASED:]) or weight.op != "placeholder" or _is_written(weight):
+    if any(pushed.args[UNBIASED_ARGS:]) or weight.op != "placeholder" or _is_written(weight):
         return False
     if norm.args.count(whole) > 1:  # the product's weights, too
         return False
@@ -161,7 +161,7 @@ def _join_norm(norm: fx.Node) -> bool:
         norm = cast(fx.Node, _part_norm(norm).args[0])
     elif _is_written(norm):
         return False
-    _join(own, norm, PUSHED_NORM, [*pushed.args[:_UNBIASED], *norm.args[1:]])
+    _join(own, norm, PUSHED_NORM, [*pushed.args[:UNBIASED_ARGS], *norm.args[1:]])
     _erase(norm, whole, own, pushed)
     return True
 

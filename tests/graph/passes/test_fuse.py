@@ -4,6 +4,7 @@ left alone. The step is traced here as if for a GPU; `tests/gpu` holds the kerne
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -275,6 +276,15 @@ def test_a_product_and_the_push_of_its_columns_become_one_call(monkeypatch: pyte
     assert len(found[0]) == len(found[1]) == 3 and all(map(torch.equal, *found))
 
 
+def fused(function: Callable[[Inputs], dict[str, Tensor]], inputs: Inputs) -> tuple[Captured, list[Any]]:
+    """The graph of a function of ranks after the passes of a GPU; its results before and after them."""
+    with torch.no_grad():
+        before = capture("shared", function, inputs)
+        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
+        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    return after, found
+
+
 def normed_products(t: Inputs) -> dict[str, Tensor]:
     """Products that two ranks share, of which norms read all columns: alone, of a product, of one that is pushed."""
     axis, p, x, own = Axis("tp", 2, 1, pushes=True), t.param, t.user["x"], t.user["x"][:, :4]
@@ -305,10 +315,7 @@ def parameters_of_norms() -> Inputs:
 def test_a_norm_that_alone_reads_what_was_pushed_becomes_a_part_of_that_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push, "by_collective", alike)
     inputs = parameters_of_norms()
-    with torch.no_grad():
-        before = capture("normed", normed_products, inputs)
-        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
-        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    after, found = fused(normed_products, inputs)
     assert calls(after)["lockstep.push_linear_add_norm"] == 4 and calls(after)["lockstep.normed_linear"] == 2
     assert not calls(after).keys() & {"lockstep.push_linear_add", "lockstep.rms_norm", "lockstep.norm_linear"}
     assert "5 pushes with what they push, 4 norms with what they read" in after.log[-1]
@@ -334,10 +341,7 @@ def other_norms(t: Inputs) -> dict[str, Tensor]:
 def test_other_norms_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push, "by_collective", alike)
     inputs = parameters_of_norms()
-    with torch.no_grad():
-        before = capture("others", other_norms, inputs)
-        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
-        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    after, found = fused(other_norms, inputs)
     assert (calls(after)["lockstep.push_linear_add"], calls(after)["lockstep.rms_norm"]) == (4, 4)
     assert len(found[0]) == len(found[1]) == 4 and all(map(torch.equal, *found))
 
@@ -366,10 +370,7 @@ def norm_of_a_weight(t: Inputs) -> dict[str, Tensor]:
 def test_a_norm_stays_behind_what_it_follows(monkeypatch: pytest.MonkeyPatch, function) -> None:
     monkeypatch.setattr(push, "by_collective", alike)
     inputs = parameters_of_norms()
-    with torch.no_grad():
-        before = capture("views", function, inputs)
-        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
-        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    after, found = fused(function, inputs)
     assert all(map(torch.equal, *found)) and not calls(after)["lockstep.push_linear_add_norm"]
 
 
@@ -391,10 +392,7 @@ def norms_beside_parts(t: Inputs) -> dict[str, Tensor]:
 def test_what_the_norms_of_parts_become_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push, "by_collective", alike)
     inputs = parameters_of_norms()
-    with torch.no_grad():
-        before = capture("parts", norms_beside_parts, inputs)
-        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
-        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    after, found = fused(norms_beside_parts, inputs)
     assert all(map(torch.equal, *found)) and calls(after)["lockstep.push_linear_add_norm"] == 1
 
 
@@ -416,10 +414,7 @@ def test_a_product_that_is_written_keeps_its_push(monkeypatch: pytest.MonkeyPatc
     generator = torch.Generator().manual_seed(0)
     x, square = torch.randn(2, 8, 8, generator=generator)
     inputs = Inputs(param={"square": square}, user={"x": x})
-    with torch.no_grad():
-        before = capture("written", written_products, inputs)
-        after = run_passes(before, pipeline(CompileConfig(), sharded=True, on_gpu=True))
-        found = [graph.module.forward(*(tensor for _, _, tensor in inputs.flat())) for graph in (before, after)]
+    after, found = fused(written_products, inputs)
     assert calls(after)["lockstep.push_columns"] == 3
     assert len(found[0]) == 4 and all(map(torch.equal, *found))
 
