@@ -46,8 +46,7 @@ def first_layers(arch: str, count: int | None = None) -> ModelConfig:
     """The architecture with so many of its layers, or all; no token ends a completion."""
     found = architecture(arch)
     count = min(count or found.num_layers, found.num_layers)
-    sliding = tuple(layer for layer in found.sliding_layers if layer < count)
-    return replace(found, num_layers=count, sliding_layers=sliding, eos_token_ids=())
+    return replace(found.first_layers(count), eos_token_ids=())
 
 
 def random_weights(config: ModelConfig, device: str) -> Decoder:

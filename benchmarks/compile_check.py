@@ -158,9 +158,7 @@ _USAGE = {"registers": "REG", "stack": "STACK"}
 def shortened(config: ModelConfig) -> ModelConfig:
     """The first layers, with one of each kind that the model has."""
     kinds = [(window, config.is_moe(layer)) for layer, window in enumerate(config.windows)]
-    layers = 1 + max(kinds.index(kind) for kind in kinds)
-    sliding = tuple(layer for layer in config.sliding_layers if layer < layers)
-    return replace(config, num_layers=layers, sliding_layers=sliding)
+    return config.first_layers(1 + max(kinds.index(kind) for kind in kinds))
 
 
 def train(model: Decoder) -> None:

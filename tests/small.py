@@ -51,12 +51,7 @@ class Apart(World):
 
 def two_layers() -> dict[str, ModelConfig]:
     """The tiny architectures, cut to two layers; `ARCHITECTURES` is updated with them where runs need no more."""
-    found = {}
-    for name, config in ARCHITECTURES.items():
-        sliding = tuple(layer for layer in config.sliding_layers if layer < 2)
-        if name.startswith("tiny"):
-            found[name] = replace(config, num_layers=2, sliding_layers=sliding)
-    return found
+    return {name: config.first_layers(2) for name, config in ARCHITECTURES.items() if name.startswith("tiny")}
 
 
 def make_model(dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG, scale: float = 6.0) -> Decoder:

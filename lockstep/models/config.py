@@ -101,6 +101,7 @@ class ModelConfig:
         qk_norm: whether each query and key head is normalized, in families where models differ in that.
         attention_scale: the factor on attention scores; 0: `head_dim ** -0.5`.
         attention_sinks: whether each head's softmax has a learned logit in addition to those of the keys.
+        unrotated_layers: those without rotary positions.
     """
 
     vocab_size: int
@@ -130,6 +131,7 @@ class ModelConfig:
     qk_norm: bool = False
     attention_scale: float = 0.0
     attention_sinks: bool = False
+    unrotated_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
@@ -153,9 +155,11 @@ class ModelConfig:
         )
         if self.sliding_layers:
             _require_sizes(self, ("sliding_window",))
+        for name in ("sliding_layers", "unrotated_layers"):
+            layers = getattr(self, name)
             refuse(
-                not set(range(self.num_layers)).issuperset(self.sliding_layers),
-                f"model config: sliding_layers is {self.sliding_layers} in {self.num_layers} of {self.family}",
+                not set(range(self.num_layers)).issuperset(layers),
+                f"model config: {name} is {layers} in {self.num_layers} of {self.family}",
             )
         if self.mla is not None and (self.num_kv_heads, self.head_dim) != (1, self.mla.rope_dim):
             raise InputError(
@@ -185,6 +189,12 @@ class ModelConfig:
         """The part of each of `ranks` tensor-parallel ranks, with its share of the heads. A latent is replicated."""
         kv_heads = self.num_kv_heads if self.mla is not None else self.num_kv_heads // ranks
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """The model of the first `count` layers."""
+        kinds = self.sliding_layers, self.unrotated_layers
+        sliding, unrotated = (tuple(layer for layer in layers if layer < count) for layers in kinds)
+        return replace(self, num_layers=count, sliding_layers=sliding, unrotated_layers=unrotated)
 
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers

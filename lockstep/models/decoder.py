@@ -74,6 +74,8 @@ class Decoder(nn.Module):
         self.inv_freq = partial_frequencies(*head, config.rope_theta, scaling).to(device)
         local = config.local_rope_theta
         self.local_inv_freq = None if local is None else partial_frequencies(*head, local, None).to(device)
+        # a frequency of 0 rotates nothing, exactly: its cosines are 1 and its sines 0
+        self.zero_inv_freq = torch.zeros_like(self.inv_freq) if config.unrotated_layers else None
         self.call_layer: Callable[..., Tensor] = nn.Module.__call__  # (layer, index, x, rope, attend, routes)
         factor = family.embedding_scale(config)
         self.embed_factor = torch.tensor(factor, dtype=dtype, device="cpu").item()  # rounded, as in transformers
@@ -108,10 +110,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states after the final norm, [T, D]. Tokens and absolute positions are int64; each mixture-of-experts
         layer appends its router's choices to `routes`."""
-        rope_TH = ops.rope_table(positions_T, self.inv_freq)
-        if self.rope_factor != 1.0:
-            rope_TH = scale_rope_table(rope_TH, self.rope_factor, self.config.rotary_dim)
-        local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
+        tables = self._rope_tables(positions_T)
         if self.masks is not None:
             attend.prepare(ops.FlexSizes(tokens_T.shape[0], *self.heads))
         x_TD = ops.gather_rows(self.embed, tokens_T)
@@ -119,11 +118,22 @@ class Decoder(nn.Module):
             x_TD = x_TD * self.embed_factor
         for index, layer in enumerate(self.layers):
             found: list[Routing] | None = None if routes is None else []  # one per layer, so that all calls are alike
-            layer_rope_TH = local_TH if self.config.windows[index] else rope_TH
-            x_TD = self.call_layer(layer, index, x_TD, layer_rope_TH, attend, found)
+            x_TD = self.call_layer(layer, index, x_TD, tables[index], attend, found)
             if routes is not None and found:
                 routes += found
         return ops.rms_norm(x_TD, self.norm, self.config.rms_norm_eps, self.norm_offset)
+
+    def _rope_tables(self, positions_T: Tensor) -> list[Tensor]:
+        """Each layer's cosines and sines, [T, H]; layers of a kind share them."""
+        rope_TH = ops.rope_table(positions_T, self.inv_freq)
+        if self.rope_factor != 1.0:
+            rope_TH = scale_rope_table(rope_TH, self.rope_factor, self.config.rotary_dim)
+        local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
+        tables = [local_TH if window else rope_TH for window in self.config.windows]
+        if self.zero_inv_freq is not None:
+            zero_TH = ops.rope_table(positions_T, self.zero_inv_freq)
+            tables = [zero_TH if i in self.config.unrotated_layers else table for i, table in enumerate(tables)]
+        return tables
 
 
 @functools.cache

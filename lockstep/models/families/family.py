@@ -254,8 +254,7 @@ def write_rope_by_layer_type(config: ModelConfig) -> dict[str, Any]:
 
 def golden_tiny(tiny: ModelConfig) -> Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]]:
     """For `Family.golden`: the family's tiny model, with sizes that are no multiple of a SIMD vector."""
-    sliding = tuple(layer for layer in tiny.sliding_layers if layer < 2)
-    odd_tiny = replace(tiny, num_layers=2, sliding_layers=sliding, vocab_size=509, hidden_size=131)
+    odd_tiny = replace(tiny.first_layers(2), vocab_size=509, hidden_size=131)
     return lambda config, odd: {"layers": odd_tiny}
 
 

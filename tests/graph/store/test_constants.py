@@ -152,7 +152,7 @@ def changed(value: Any, name: str) -> Any:
         return 0.7
     if name in PATTERNS:
         return (PATTERNS[name],)
-    if name in ("eos_token_ids", "dense_layers", "sliding_layers"):
+    if name in ("eos_token_ids", "dense_layers", "sliding_layers", "unrotated_layers"):
         return (0,)
     if name == "biases" and isinstance(value, tuple):
         return ("qkv",)
