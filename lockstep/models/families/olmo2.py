@@ -19,16 +19,30 @@ from . import qwen3
 from .family import SILU_WITHOUT_BIAS, Family, golden_tiny, refuse_windows
 
 
-class NormAfterLayer(Layer):
-    """Attention and a feed-forward, each followed by a norm. Norms of queries and keys span all heads."""
-
-    num_pre_norms = 0
+class SpanningNormLayer(Layer):
+    """Norms of queries and keys span all heads."""
 
     def make_projections(self, config: ModelConfig, weight: WeightFactory) -> int:
         values = super().make_projections(config, weight)
         self.q_norm = weight(values)
         self.k_norm = weight(config.num_kv_heads * config.head_dim)
         return values
+
+    def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
+        c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm)
+        assert q_norm is not None and k_norm is not None
+        spread, sizes = self.spread, [self.spread.local_count(len(norm)) for norm in (q_norm, k_norm, k_norm)]
+        q, k, v = self.project(x_TD).split(sizes, dim=1)
+        q, k = spread.gather_all(q, k)  # their norms span all heads
+        q = spread.local_columns(ops.rms_norm(q, q_norm, c.rms_norm_eps))
+        k = spread.local_columns(ops.rms_norm(k, k_norm, c.rms_norm_eps))
+        return self.attend(index, torch.cat((q, k, v), dim=1), rope_TH, attend)
+
+
+class NormAfterLayer(SpanningNormLayer):
+    """Attention and a feed-forward, each followed by a norm."""
+
+    num_pre_norms = 0
 
     def forward(
         self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None
@@ -39,22 +53,18 @@ class NormAfterLayer(Layer):
         gated_TF = ops.gate_up(x_TD, self.gate_up)
         return ops.norm_add(self.gathered_linear(gated_TF, self.down), self.mlp_norm, x_TD, eps)
 
-    def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
-        c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm)
-        assert q_norm is not None and k_norm is not None
-        spread, sizes = self.spread, [self.spread.local_count(len(norm)) for norm in (q_norm, k_norm, k_norm)]
-        q, k, v = ops.linear(x_TD, self.qkv).split(sizes, dim=1)
-        q, k = spread.gather_all(q, k)  # their norms span all heads
-        q = spread.local_columns(ops.rms_norm(q, q_norm, c.rms_norm_eps))
-        k = spread.local_columns(ops.rms_norm(k, k_norm, c.rms_norm_eps))
-        return self.attend(index, torch.cat((q, k, v), dim=1), rope_TH, attend)
+    def project(self, x_TD: Tensor) -> Tensor:
+        return ops.linear(x_TD, self.qkv)
+
+
+def spanning_attention_slices(config: ModelConfig) -> Iterator[LayerSlice]:
+    yield from attention_slices(config)
+    yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, config.num_heads * config.head_dim)
+    yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.num_kv_heads * config.head_dim)
 
 
 def slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield from attention_slices(config)
-    yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, q)
-    yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, kv)
+    yield from spanning_attention_slices(config)
     yield LayerSlice("post_attention_layernorm.weight", "attention_norm", 0, config.hidden_size)
     yield from feed_forward_slices(config, index)
     yield LayerSlice("post_feedforward_layernorm.weight", "mlp_norm", 0, config.hidden_size)
