@@ -30,7 +30,10 @@ _MAPPINGS = ("rope_parameters", "rope_scaling")
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("rms_norm_eps", "rope_theta", "routed_scaling_factor"), is_positive, "a number above 0"),
     (
-        ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_sliding_window"),
+        (
+            *("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_sliding_window"),
+            *("attention_bias", "attention_out_bias"),
+        ),
         lambda value: isinstance(value, bool),
         "true or false",
     ),

@@ -23,9 +23,10 @@ _SIZES = {
 
 def drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
     """The fields that are not null. As in transformers, null counts as absent, except that it means false for flags
-    whose default may be true, and no window for `sliding_window`."""
+    whose default may be true, no window for `sliding_window`, and for `head_dim` the hidden state's share of a head."""
     flags: dict[str, Any] = {name: False for name in ("norm_topk_prob", "rope_interleave") if name in values}
     flags |= {"sliding_window": 0} if "sliding_window" in values else {}
+    flags |= {"head_dim": 0} if "head_dim" in values else {}
     return flags | {name: value for name, value in values.items() if value is not None}
 
 
