@@ -178,6 +178,27 @@ def _gpt_oss(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return experts | scaling | kinds | {"intermediate_size": rng.choice((16, 23))}
 
 
+def _smollm3(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    windows, listed = rng.choice(("none", "of layers without positions", "by kind")), rng.choice((False, True))
+    flags = [rng.choice((0, 1)) for _ in range(8)]  # more than there are layers
+    found = {"no_rope_layers": flags} if listed else {"no_rope_layer_interval": 2}
+    found["attention_bias"] = rng.random() < 0.5
+    found |= {} if windows == "none" else {"use_sliding_window": True, "sliding_window": _window(rng)}
+    found |= _theta(rng, **rng.choice(({}, YARN)))
+    return found | ({"layer_types": _kinds(rng, sizes)} if windows == "by kind" else {})
+
+
+def _seed_oss(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    biases = {"attention_bias": rng.random() < 0.5, "attention_out_bias": rng.random() < 0.5}
+    return _theta(rng, **rng.choice(({}, LINEAR))) | biases
+
+
+def _olmoe(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    experts = {"num_experts": 6, "num_experts_per_tok": rng.choice((1, 2, 3)), "norm_topk_prob": rng.random() < 0.5}
+    experts |= {"intermediate_size": rng.choice((16, 23)), "attention_bias": rng.random() < 0.5}
+    return _theta(rng, **rng.choice(({}, YARN))) | _halves(sizes) | experts
+
+
 Maker = tuple[Callable[..., Any], Callable[[random.Random, dict[str, Any]], dict[str, Any]]]
 MAKERS: dict[str, Maker] = {
     "qwen3": (transformers.Qwen3Config, _qwen3),
@@ -193,6 +214,9 @@ MAKERS: dict[str, Maker] = {
     "gemma3_text": (transformers.Gemma3TextConfig, _gemma3_text),
     "gpt_oss": (transformers.GptOssConfig, _gpt_oss),
     "glm4_moe": (transformers.Glm4MoeConfig, _glm4_moe),
+    "smollm3": (transformers.SmolLM3Config, _smollm3),
+    "seed_oss": (transformers.SeedOssConfig, _seed_oss),
+    "olmoe": (transformers.OlmoeConfig, _olmoe),
 }
 
 

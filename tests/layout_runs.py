@@ -106,6 +106,8 @@ def run_of(family: str, folder: Path, made: Callable[[str, Path], object] | None
 def shared_by_eight(family: str, path: Path) -> None:
     config = next(iter(FAMILIES[family].architectures.values()))
     heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 16} if config.mla is None else {"num_heads": 8}
+    if family == "olmoe":  # whose heads are the hidden state's parts
+        heads["hidden_size"] = 256
     config = replace(config, **heads)
     config = replace(config, eos_token_ids=(byte_tokenizer().eos_token_id,))
     model = initialize(Decoder(config, torch.float32), 0)

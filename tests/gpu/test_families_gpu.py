@@ -26,6 +26,10 @@ MODELS = {
     "gemma3-4b, 2 layers": replace(ARCHITECTURES["gemma3-4b"], num_layers=2, vocab_size=4099, **WINDOW),
     "olmo2-1b, 2 layers": replace(ARCHITECTURES["olmo2-1b"], num_layers=2, vocab_size=4096),
     "olmo3-7b, 2 layers": replace(ARCHITECTURES["olmo3-7b"], num_layers=2, vocab_size=4096, **WINDOW),
+    "olmoe-1b-7b, 2 layers": replace(ARCHITECTURES["olmoe-1b-7b"], num_layers=2, vocab_size=4096),
+    "smollm3-3b, layers 3 and 4": replace(
+        ARCHITECTURES["smollm3-3b"], num_layers=2, vocab_size=4096, unrotated_layers=(1,)
+    ),
     "gpt-oss-20b, 2 layers": replace(ARCHITECTURES["gpt-oss-20b"], num_layers=2, vocab_size=4096, **WINDOW),
     "phi3-mini, 2 layers": replace(ARCHITECTURES["phi3-mini"], num_layers=2, vocab_size=4096, **WINDOWS),
     "mixtral-8x7b, 2 layers": replace(ARCHITECTURES["mixtral-8x7b"], num_layers=2, vocab_size=4096),

@@ -49,7 +49,7 @@ from lockstep.session.build import load_policy
             edited(model_type="gemma3_text", query_pre_attn_scalar=float("inf")),
             "query_pre_attn_scalar is inf; it must be a number above 0",
         ),
-        (edited(attention_bias=True), "attention_bias is True; supported: False; the nearest family that can is glm4"),
+        (edited(attention_bias=True), "attention_bias is True; supported: False; the nearest family that can is olmoe"),
         (edited(partial_rotary_factor=0.5), "supported: 1; the nearest family that can is glm4_moe"),
         (edited(hidden_act="gelu"), "hidden_act is 'gelu'; supported: 'silu'; no family here can"),
         (
@@ -184,7 +184,8 @@ OF_LLAMA = {"mlp_bias": False, "pretraining_tp": 1}
         ("gpt2", {"n_embd": 768}, "phi3"),
         ("gpt_neox", {"rotary_pct": 0.25}, "phi3"),
         ("mamba", {"state_size": 16}, "mistral"),
-        ("jamba", {"num_experts": 16, "attn_layer_period": 8}, "qwen3_moe"),
+        ("jamba", {"num_experts": 16, "attn_layer_period": 8}, "olmoe"),
+        ("flex_olmo", {"num_experts": 7, "num_experts_per_tok": 5}, "olmoe"),
         ("cohere", {"logit_scale": 0.0625, "use_qk_norm": False}, "glm4_moe"),
         ("granite", {"residual_multiplier": 0.22, **OF_LLAMA}, "llama"),
         ("granitemoe", EXPERTS, "mixtral"),
@@ -193,8 +194,9 @@ OF_LLAMA = {"mlp_bias": False, "pretraining_tp": 1}
         ("minicpm", {"scale_emb": 12, **OF_LLAMA}, "llama"),
         ("glm4", {"partial_rotary_factor": 0.5}, "glm4_moe"),
         ("ernie4_5", {"use_bias": False}, "qwen3"),
-        ("smollm3", {"no_rope_layers": [1, 0], **OF_LLAMA}, "llama"),
-        ("nemotron", {"hidden_act": "relu2", "mlp_bias": False}, "llama"),
+        ("arcee", OF_LLAMA, "llama"),
+        ("cohere2", {"no_rope_layers": [1, 0], "mlp_bias": False}, "smollm3"),
+        ("nemotron", {"hidden_act": "relu2", "mlp_bias": False}, "mistral"),
     ],
 )
 def test_another_architecture_is_told_the_one_most_like_it(kind: str, fields: dict, near: str, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from lockstep.models.init import architecture, initialize
 
 # Seeds of models of two layers; windows of 7 (smaller than a page), 20 and 70 (larger than a key tile) are among them,
 # and every kind of layer: `olmo2` has that of `olmo3`.
-ROLES = {"qwen2": 2, "mistral": 0, "olmo3": 2, "gemma3_text": 3, "gpt_oss": 0, "glm4_moe": 4}
+ROLES = {"qwen2": 2, "mistral": 0, "olmo3": 2, "gemma3_text": 3, "gpt_oss": 0, "glm4_moe": 4, "smollm3": 40}
 
 
 def test_every_family_has_random_models() -> None:
@@ -78,6 +78,20 @@ def windows_of(config: Any) -> tuple[int, ...]:
     return tuple(window if kind == SLIDING else 0 for kind in getattr(config, "layer_types", None) or default)
 
 
+def unrotated_layers_of(config: Any) -> tuple[int, ...]:
+    flags = getattr(config, "no_rope_layers", None) or []  # 1: with rotary positions
+    return tuple(i for i, flag in enumerate(flags[: config.num_hidden_layers]) if not flag)
+
+
+def biases_of(config: Any, ours: ModelConfig) -> tuple[bool, bool]:
+    """Of the projections to queries, keys and values, and of the one behind attention; as ours where nothing tells."""
+    before = getattr(config, "attention_bias", "qkv" in ours.biases)
+    return before, getattr(config, "attention_out_bias", before if config.model_type in BOTH else "o" in ours.biases)
+
+
+BOTH = {"smollm3", "olmoe", "gpt_oss"}  # families with one field for all biases of attention
+
+
 def chosen_experts(config: ModelConfig) -> dict[str, Any]:
     """How experts are chosen and weighed, by the names in config.json."""
     moe = config.moe
@@ -109,6 +123,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, tmp_pa
     edited(sliding_window=None, **({"use_sliding_window": False} if "use_sliding_window" in values else {}))(tmp_path)
     assert not any(read_config(tmp_path).windows)
     assert (ours.rms_norm_eps, ours.tie_word_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours.unrotated_layers == unrotated_layers_of(theirs)
+    assert ("qkv" in ours.biases, "o" in ours.biases) == biases_of(theirs, ours)
     rope = theirs.rope_parameters
     full, local = (rope[FULL], rope[SLIDING]["rope_theta"]) if FULL in rope else (rope, None)
     assert (ours.rope_theta, ours.local_rope_theta) == (full["rope_theta"], local)
@@ -132,6 +148,8 @@ def test_a_configuration_comes_back(family: str, tmp_path: Path) -> None:
         assert read_config(tmp_path) == config
         theirs, again = hf_config(family, seed), transformers.AutoConfig.from_pretrained(tmp_path)
         assert windows_of(again) == windows_of(theirs) == config.windows
+        assert unrotated_layers_of(again) == unrotated_layers_of(theirs) == config.unrotated_layers
+        assert biases_of(again, config) == biases_of(theirs, config) == ("qkv" in config.biases, "o" in config.biases)
         for name in ("norm_topk_prob", "routed_scaling_factor", "tie_word_embeddings", "head_dim"):
             assert getattr(again, name, None) == getattr(theirs, name, None), name
 
@@ -140,7 +158,7 @@ def test_a_configuration_comes_back(family: str, tmp_path: Path) -> None:
 def test_a_random_model_begins_with_norms_that_change_nothing(family: str) -> None:
     rows = FAMILIES[family]
     for config in rows.architectures.values():
-        fills = Decoder(replace(config, num_layers=1, sliding_layers=()), torch.bfloat16, "meta").init_constants
+        fills = Decoder(config.first_layers(1), torch.bfloat16, "meta").init_constants
         norms = {name: fill for name, fill in fills.items() if name.endswith("norm")}
         assert set(norms.values()) == {1 - rows.norm_offset} and len(norms) >= 3
 
@@ -166,6 +184,9 @@ OTHER_MODELS = [
     ("olmo2", {"attention_bias": True}),
     ("olmo3", {"hidden_act": "gelu"}),
     ("mistral", {"hidden_act": "gelu"}),
+    ("olmoe", {"clip_qkv": 8.0}),
+    ("smollm3", {"mlp_bias": True}),
+    ("seed_oss", {"mlp_bias": True}),
     ("qwen2", {"hidden_act": "gelu"}),
     ("qwen3_moe", {"attention_bias": True}),
     ("deepseek_v3", {"scoring_func": "softmax"}),
@@ -193,6 +214,23 @@ def test_layers_that_predict_further_tokens_are_left_out(family: str, tmp_path: 
     save_file(load_file(path) | further, path)
     again = load_model(tmp_path, torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+
+
+def test_a_head_without_a_size_is_a_part_of_the_hidden_state(tmp_path: Path) -> None:
+    hf_config("seed_oss", 0).save_pretrained(tmp_path)
+    edited(head_dim=None)(tmp_path)
+    assert read_config(tmp_path).head_dim == transformers.AutoConfig.from_pretrained(tmp_path).head_dim == 8
+
+
+@pytest.mark.parametrize(("window", "expected"), [(70, (70, 0, 0)), (None, (0, 0, 0))])
+def test_a_window_without_layer_types_is_of_layers_without_positions(
+    window: int | None, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    hf_config("smollm3", 1).save_pretrained(tmp_path)
+    edited(layer_types=None, sliding_window=window)(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.use_sliding_window and unrotated_layers_of(theirs) == (0,)
+    assert read_config(tmp_path).windows == windows_of(theirs) == expected
 
 
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -305,6 +305,7 @@ def test_broken_folders_are_named(folder: Path) -> None:
 
 
 OLMO3, GEMMA3 = {"model_type": "olmo3"}, {"model_type": "gemma3_text"}
+SMOLLM3, OLMOE = {"model_type": "smollm3"}, {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2}
 GLM4 = {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -357,6 +358,17 @@ def _by_kind(full: object, sliding: object = None) -> dict[str, object]:
             GEMMA3 | {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},
             "the rope scaling of full_attention has type 'linear', which transformers does not read beside rope_type",
         ),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]}, "config.json: no_rope_layers has 2 entries; there are 3 layers"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0, 2]}, "no_rope_layers is [1, 0, 2]; it must be a list of 1 (with rotary"),
+        (SMOLLM3 | {"no_rope_layers": 4}, "config.json: no_rope_layers is 4; it must be a list of 1"),
+        (SMOLLM3 | {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must be an integer above 0"),
+        (SMOLLM3 | {"attention_bias": "no"}, "config.json: attention_bias is 'no'; it must be true or false"),
+        (
+            SMOLLM3 | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3, "sliding_window": None},
+            "sliding_window is None; it must be an integer",
+        ),
+        (OLMOE | {"sliding_window": 64}, "config.json: sliding_window is 64; it must be left out"),
+        (OLMOE | {"head_dim": 20}, "head_dim is 20; the 4 heads of an olmoe must be as wide together as the hidden"),
         (GLM4 | {"n_group": 5}, "(config.json: n_group, topk_group)"),
         (GLM4 | {"num_experts_per_tok": 99}, "of 8 eligible experts (config.json: num_experts_per_tok)"),
         ({"num_key_value_heads": 3}, "(config.json: num_attention_heads, num_key_value_heads)"),

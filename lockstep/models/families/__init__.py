@@ -13,7 +13,7 @@ from .family import Family, Raw
 
 _NAMES = (
     *("qwen3", "qwen3_moe", "qwen2", "llama", "mistral", "mixtral", "phi3", "gemma3_text", "olmo2", "olmo3"),
-    *("gpt_oss", "glm4_moe", "deepseek_v3"),
+    *("olmoe", "smollm3", "seed_oss", "gpt_oss", "glm4_moe", "deepseek_v3"),
 )
 FAMILIES: dict[str, Family] = {name: import_module(f"{__name__}.{name}").FAMILY for name in _NAMES}
 """Families by Hugging Face's `model_type`, which is also the name of the family's file."""

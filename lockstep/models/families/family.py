@@ -115,13 +115,13 @@ SILU_WITHOUT_BIAS: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")
 DEFAULT_WINDOW: dict[str, Any] = {"sliding_window": 4096}  # transformers' default for use_sliding_window without a size
 
 
-def read_windows_by_layer(raw: Raw) -> dict[str, Any]:
-    """Windows by `layer_types` or, without it, from layer `max_window_layers` on."""
-    layers = range(raw.integer("num_hidden_layers"))
+def read_windows_by_layer(raw: Raw, default: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Windows by `layer_types` or, without it, in the `default` layers; None: from layer `max_window_layers` on."""
     kinds = raw.values.get("layer_types")
     if kinds is None:
         first = raw.values.get("max_window_layers", 28)  # as in transformers
-        return read_optional_window(raw, tuple(i for i in layers if i >= first))
+        layers = range(first, raw.integer("num_hidden_layers"))
+        return read_optional_window(raw, tuple(layers) if default is None else default)
     sliding = read_sliding_layers(raw, kinds)
     wanted = sliding and not raw.values.get("use_sliding_window")
     raw.refuse(wanted, f"layer_types has {SLIDING}, and use_sliding_window is not true")
