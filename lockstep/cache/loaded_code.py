@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -125,9 +125,21 @@ def _code(value: Any) -> Any:
 
 def files() -> list[Path]:
     """All source files of the package: Python, C, and JSON tables."""
-    walked = ((Path(folder), names) for folder, _, names in os.walk(PACKAGE, followlinks=True))
-    found = (folder / name for folder, names in walked for name in names if not name.startswith("."))
-    return sorted(path for path in found if path.suffix in SUFFIXES and path.is_file())
+    return sorted(Path(entry.path) for entry in _source_files(PACKAGE))
+
+
+def _source_files(folder: os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+    """The source files in a folder and those below it; `stat` of one is remembered in part by the system's listing."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIXES) and entry.name[0] != "." and entry.is_file():
+                yield entry
+            elif entry.name != "__pycache__" and entry.is_dir():
+                yield from _source_files(entry)
+
+
+def _written_ns(status: os.stat_result) -> int:
+    return max(status.st_mtime_ns, status.st_ctime_ns)
 
 
 def find_difference() -> str | None:
@@ -136,16 +148,13 @@ def find_difference() -> str | None:
     hook on torch modules."""
     if (now := PACKAGE.resolve()) != _IMPORTED_FROM:
         return f"{PACKAGE} is {now}, and was {_IMPORTED_FROM} when it was imported"
-    paths = files()
-    if not any(path.suffix == ".py" for path in paths):
+    written = {entry.path: _written_ns(entry.stat()) for entry in _source_files(PACKAGE)}
+    if not any(path.endswith(".py") for path in written):
         return f"{PACKAGE} has no sources"
-    for path in paths:
-        status = path.stat()
-        written = max(status.st_mtime_ns, status.st_ctime_ns)
-        if written > IMPORTED_NS:
-            in_future = written > time.time_ns()
-            reason = "is of the future" if in_future else "was written after it may have been imported"
-            return f"{path.relative_to(PACKAGE.parent)} {reason}"
+    if late := sorted(path for path, at in written.items() if at > IMPORTED_NS):
+        in_future = written[late[0]] > time.time_ns()
+        reason = "is of the future" if in_future else "was written after it may have been imported"
+        return f"{Path(late[0]).relative_to(PACKAGE.parent)} {reason}"
     for record in list(_records.values()):
         for name, owner, key, value, code in record.attributes:
             now = owner.get(key, _records)
