@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 
 from ..errors import InputError, refuse
-from .blocks.rope import RopeScaling, YarnScaling
+from .blocks.rope import Scaling, YarnScaling
 
 
 def _require_sizes(config: object, names: tuple[str, ...], of: str = "") -> None:
@@ -120,7 +120,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     _: KW_ONLY
     family: str
-    rope_scaling: RopeScaling | YarnScaling | None = None
+    rope_scaling: Scaling | None = None
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     sliding_window: int = 0

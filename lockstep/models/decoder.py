@@ -19,7 +19,7 @@ from ..distributed.placement import ROWS, WHOLE
 from .blocks.attention import Attend, Masks
 from .blocks.attributes import Attributes
 from .blocks.moe import Routing
-from .blocks.rope import YarnScaling, partial_frequencies, scale_rope_table
+from .blocks.rope import partial_frequencies, scale_rope_table
 from .blocks.weights import WeightFactory
 from .config import ModelConfig
 from .families import family_of
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
         self.call_layer: Callable[..., Tensor] = nn.Module.__call__  # (layer, index, x, rope, attend, routes)
         factor = family.embedding_scale(config)
         self.embed_factor = torch.tensor(factor, dtype=dtype, device="cpu").item()  # rounded, as in transformers
-        self.rope_factor = scaling.table_factor if isinstance(scaling, YarnScaling) else 1.0
+        self.rope_factor = 1.0 if scaling is None else scaling.table_factor
 
     def trace_constants(self) -> dict[str, Any]:
         """What traces hold as constants besides the model's tensors, by name: numbers, how tensors are gathered from

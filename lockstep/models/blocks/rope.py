@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,6 +30,50 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    table_factor: ClassVar[float] = 1.0
+
+    def frequencies(self, inv_freq: Tensor, theta: float) -> Tensor:
+        """The scaled frequencies, float32 [pairs]."""
+        if self.rope_type == "linear":
+            return inv_freq / self.factor
+        low, high, context = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+        wavelength = 2 * math.pi / inv_freq
+        stretched = torch.where(wavelength > context / low, inv_freq / self.factor, inv_freq)
+        blend = (context / wavelength - low) / (high - low)
+        between = (1 - blend) * stretched / self.factor + blend * stretched
+        is_between = (wavelength >= context / high) & (wavelength <= context / low)
+        return torch.where(is_between, between, stretched)
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753); field names follow Hugging Face.
+
+    Each pair's frequency is divided by its own factor: up to the original context by one of `short_factor`, beyond it
+    by one of `long_factor`, at all positions of a sequence. So that no token depends on how long its sequence becomes,
+    a model's context is the original one here, and the long factors are only kept. Cosines and sines are multiplied by
+    `attention_factor` or, without it, by a function of `factor` or, without that, of the ratio of the contexts.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    max_position_embeddings: int
+    factor: float | None = None
+    attention_factor: float | None = None
+
+    def frequencies(self, inv_freq: Tensor, theta: float) -> Tensor:
+        """The scaled frequencies, float32 [pairs]."""
+        return 1.0 / (torch.tensor(self.short_factor) * _powers(2 * len(inv_freq), theta))
+
+    @property
+    def table_factor(self) -> float:
+        """The factor on cosines and sines."""
+        original = self.original_max_position_embeddings
+        factor = self.max_position_embeddings / original if self.factor is None else self.factor
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -87,31 +131,24 @@ class YarnScaling:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
-def partial_frequencies(
-    head_dim: int, rotary_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None
-) -> Tensor:
+Scaling = RopeScaling | LongRopeScaling | YarnScaling
+
+
+def partial_frequencies(head_dim: int, rotary_dim: int, theta: float, scaling: Scaling | None) -> Tensor:
     """`inverse_frequencies` of `rotary_dim` elements, and 0, which rotates nothing, for the rest of the head."""
     kept = torch.zeros((head_dim - rotary_dim) // 2)
     return torch.cat((inverse_frequencies(rotary_dim, theta, scaling), kept))
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None) -> Tensor:
+def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Tensor:
     """Radians per position for each pair of elements, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    inv_freq = 1.0 / theta**exponents
-    if scaling is None:
-        return inv_freq
-    if isinstance(scaling, YarnScaling):
-        return scaling.frequencies(inv_freq, theta)
-    if scaling.rope_type == "linear":
-        return inv_freq / scaling.factor
-    low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
-    wavelength = 2 * math.pi / inv_freq
-    stretched = torch.where(wavelength > context / low, inv_freq / scaling.factor, inv_freq)
-    blend = (context / wavelength - low) / (high - low)
-    between = (1 - blend) * stretched / scaling.factor + blend * stretched
-    is_between = (wavelength >= context / high) & (wavelength <= context / low)
-    return torch.where(is_between, between, stretched)
+    inv_freq = 1.0 / _powers(head_dim, theta)
+    return inv_freq if scaling is None else scaling.frequencies(inv_freq, theta)
+
+
+def _powers(head_dim: int, theta: float) -> Tensor:
+    """Of `theta`, for each pair of elements, float32."""
+    return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
 def scale_rope_table(table_TH: Tensor, factor: float, rotary_dim: int) -> Tensor:
@@ -141,7 +178,7 @@ def rope_parameters_from_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return values
 
 
-def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
+def scaling_from_hf(raw: dict[str, Any], where: str) -> Scaling | None:
     """The scaling of a `config.json`. `InputError`: its type is not one of `ROPE_TYPES`, or a number is missing or
     invalid."""
     values = rope_parameters_from_hf(raw, where)
@@ -177,12 +214,13 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScalin
     return RopeScaling("llama3", factor, low, high, context)
 
 
-def scaling_to_hf(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
+def scaling_to_hf(scaling: Scaling | None) -> dict[str, Any]:
     """The entries of `rope_parameters` next to `rope_theta`."""
     if scaling is None:
         return {"rope_type": "default"}
-    if isinstance(scaling, YarnScaling):
-        return {"rope_type": "yarn", **{key: value for key, value in vars(scaling).items() if value is not None}}
+    if not isinstance(scaling, RopeScaling):
+        kind = "yarn" if isinstance(scaling, YarnScaling) else "longrope"
+        return {"rope_type": kind, **{key: value for key, value in vars(scaling).items() if value is not None}}
     if scaling.rope_type == "linear":
         return {"rope_type": "linear", "factor": scaling.factor}
     return dict(vars(scaling))

@@ -44,6 +44,24 @@ def read_rope(raw: Raw) -> dict[str, Any]:
     return {"rope_theta": float(theta), "rope_scaling": scaling_from_hf(raw.values, raw.where)}
 
 
+def read_rotary_factor(raw: Raw, default: float) -> float:
+    """The share of each head that is rotated; `default` is transformers' for the family."""
+    both = raw.values.get("rope_scaling") or raw.values.get("rope_parameters") or {}
+    found = both.get(PARTIAL_ROTARY, raw.values.get(PARTIAL_ROTARY, default))  # as in transformers
+    fits = is_positive(found) and found <= 1
+    raw.refuse(not fits, f"{PARTIAL_ROTARY} is {found!r}; it must be a number above 0, and at most 1")
+    return float(found)
+
+
+def read_partial_rope(raw: Raw) -> dict[str, Any]:
+    """`read_rope` of a family of which a part of each head may be rotated."""
+    whole = {key: value for key, value in raw.values.items() if key != PARTIAL_ROTARY}
+    for name in ("rope_scaling", "rope_parameters"):
+        if values := whole.get(name):
+            whole[name] = {key: value for key, value in values.items() if key != PARTIAL_ROTARY}
+    return read_rope(Raw(whole, raw.where))
+
+
 def no_fields(*_: Any) -> dict[str, Any]:
     return {}
 

@@ -6,28 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 from ..blocks.layer import Layer, QKNormLayer
-from ..blocks.rope import is_positive, scaling_to_hf
+from ..blocks.rope import scaling_to_hf
 from ..blocks.weight_slices import slices_of_layer, slices_with_qk_norm
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
 from .deepseek_v3 import is_multi_token_prediction, read_grouped_experts, write_grouped_experts
-from .family import EXPERT_SIZES, PARTIAL_ROTARY, Family, Raw, golden_tiny, read_rope, refuse_windows
-
-
-def _read_rotary_factor(raw: Raw) -> float:
-    both = raw.values.get("rope_scaling") or raw.values.get("rope_parameters") or {}
-    found = both.get("partial_rotary_factor", raw.values.get("partial_rotary_factor", 0.5))  # as in transformers
-    fits = is_positive(found) and found <= 1
-    raw.refuse(not fits, f"partial_rotary_factor is {found!r}; it must be a number above 0, and at most 1")
-    return float(found)
-
-
-def _read_rope(raw: Raw) -> dict[str, Any]:
-    whole = {key: value for key, value in raw.values.items() if key != "partial_rotary_factor"}
-    for name in ("rope_scaling", "rope_parameters"):
-        if values := whole.get(name):
-            whole[name] = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
-    return read_rope(Raw(whole, raw.where))
+from .family import (
+    EXPERT_SIZES,
+    PARTIAL_ROTARY,
+    Family,
+    Raw,
+    golden_tiny,
+    read_partial_rope,
+    read_rotary_factor,
+    refuse_windows,
+)
 
 
 def _read(raw: Raw) -> dict[str, Any]:
@@ -35,7 +28,7 @@ def _read(raw: Raw) -> dict[str, Any]:
     head = get("head_dim") or raw.integer("hidden_size") // raw.integer("num_attention_heads")
     return {
         "moe": read_grouped_experts(raw, 1.0),
-        "rotary_dim": int(head * _read_rotary_factor(raw)),
+        "rotary_dim": int(head * read_rotary_factor(raw, 0.5)),
         "biases": ("qkv",) if get("attention_bias") else (),
         "qk_norm": bool(get("use_qk_norm")),
     }
@@ -72,7 +65,7 @@ FAMILY = Family(
     fixed={"hidden_act": ("silu", "swish")},
     read=_read,
     write=_write,
-    rope=_read_rope,
+    rope=read_partial_rope,
     extra_fields=("attention_bias", PARTIAL_ROTARY),
     sizes=EXPERT_SIZES,
     check=refuse_windows,
