@@ -124,6 +124,16 @@ def _mistral(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return _theta(rng) | {"sliding_window": rng.choice((None, _window(rng), _window(rng)))}
 
 
+def _phi3(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    share = rng.choice((1.0, 0.5))
+    pairs = int(sizes["head_dim"] * share) // 2
+    factors = {name: [rng.uniform(1, 4) for _ in range(pairs)] for name in ("short_factor", "long_factor")}
+    scaled = _theta(rng, rope_type="longrope", **factors) | {"original_max_position_embeddings": CONTEXT}
+    found = rng.choice((_theta(rng), scaled | {"max_position_embeddings": 4 * CONTEXT}))
+    found["rope_parameters"]["partial_rotary_factor"] = share
+    return _mistral(rng, sizes) | _halves(sizes) | found
+
+
 def _mixtral(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     experts = {"num_local_experts": rng.choice((3, 6)), "num_experts_per_tok": rng.choice((1, 2, 3))}
     return _mistral(rng, sizes) | experts | {"intermediate_size": rng.choice((16, 23))}
@@ -208,7 +218,7 @@ MAKERS: dict[str, Maker] = {
     "qwen2": (transformers.Qwen2Config, _qwen2),
     "mistral": (transformers.MistralConfig, _mistral),
     "mixtral": (transformers.MixtralConfig, _mixtral),
-    "phi3": (transformers.Phi3Config, _mistral),
+    "phi3": (transformers.Phi3Config, _phi3),
     "olmo2": (transformers.Olmo2Config, _olmo2),
     "olmo3": (transformers.Olmo3Config, _olmo3),
     "gemma3_text": (transformers.Gemma3TextConfig, _gemma3_text),

@@ -50,7 +50,7 @@ from lockstep.session.build import load_policy
             "query_pre_attn_scalar is inf; it must be a number above 0",
         ),
         (edited(attention_bias=True), "attention_bias is True; supported: False; the nearest family that can is olmoe"),
-        (edited(partial_rotary_factor=0.5), "supported: 1; the nearest family that can is glm4_moe"),
+        (edited(partial_rotary_factor=0.5), "supported: 1; the nearest family that can is phi3"),
         (edited(hidden_act="gelu"), "hidden_act is 'gelu'; supported: 'silu'; no family here can"),
         (
             edited(model_type="llama", layer_types=["sliding_attention"] * 4),
@@ -59,11 +59,19 @@ from lockstep.session.build import load_policy
         (edited(model_type="qwen3_next", layer_types=["linear_attention"]), "model_type is 'qwen3_next'; supported"),
         (
             edited(model_type="phi3", rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}),
+            "short_factor and long_factor of the longrope rope scaling have 1 and 1 numbers; each must have 16",
+        ),
+        (
+            edited(model_type="phi3", rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [0]}),
+            "config.json: long_factor of the longrope rope scaling is [0]; it must be a list of numbers above 0",
+        ),
+        (
+            edited(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}),
             "config.json: rope_type is 'longrope'; supported: default",
         ),
         (
             edited(model_type="phi3", rope_scaling={"type": "linear", "factor": 2.0}),
-            "config.json: model config: rope_scaling of a phi3 is not supported; positions must not be scaled",
+            "config.json: rope_type is 'linear'; supported: default, longrope",
         ),
         (edited(model_type="qwen3_5_moe", rope_parameters=[1]), "model_type is 'qwen3_5_moe'; supported"),
         (edited(model_type=["qwen3"]), "config.json: model_type is ['qwen3']; it must be a string"),
@@ -169,7 +177,7 @@ OF_LLAMA = {"mlp_bias": False, "pretraining_tp": 1}
 @pytest.mark.parametrize(
     ("kind", "fields", "near"),
     [
-        ("phi", {"partial_rotary_factor": 0.5}, "glm4_moe"),
+        ("phi", {"partial_rotary_factor": 0.5}, "phi3"),
         ("phi4_multimodal", {"embd_layer": {}}, "phi3"),
         ("gemma2", {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}, "gemma3_text"),
         ("gemma3n", {"text_config": {"model_type": "gemma3n_text", "hidden_activation": "x"}}, "gemma3_text"),

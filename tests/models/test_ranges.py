@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,21 @@ def test_a_rank_reads_its_part_and_no_more(name: str, tmp_path: Path, monkeypatc
             part = load_part(RandomWeights(config, 3), torch.bfloat16, "cpu", mesh)
         assert peak.bytes <= 1.2 * share_of(part) + largest
         expected = load_part(ResidentWeights(drawn), torch.bfloat16, "cpu", mesh)
+        assert all(map(torch.equal, part.parameters(), expected.parameters()))
+
+
+def test_fused_projections_of_heads_that_are_partly_rotated_are_divided(tmp_path: Path) -> None:
+    """Their queries' and keys' rows lie in another order in the folder, and their values' do not."""
+    whole = initialize(Decoder(replace(ARCHITECTURES["tiny-phi3"], rotary_dim=16), torch.float32), 3)
+    save_model(whole, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.qkv_proj.weight"]
+    qkv, values = whole.layers[0].get_parameter("qkv"), 2 * 32
+    assert not torch.equal(stored, qkv) and torch.equal(stored[-values:], qkv[-values:])
+    for rank in range(2):
+        mesh = Mesh(tp=Axis("tp", 2, rank))
+        part, expected = (
+            load_part(x, torch.float32, "cpu", mesh) for x in (FolderWeights(tmp_path), ResidentWeights(whole))
+        )
         assert all(map(torch.equal, part.parameters(), expected.parameters()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from lockstep.models import Decoder
 from lockstep.models.blocks.rope import YarnScaling, inverse_frequencies, scaling_from_hf, scaling_to_hf
 from lockstep.models.families import FAMILIES, Raw
 from lockstep.models.families.family import FULL, SLIDING
+from lockstep.models.hf.config import from_hf, to_hf
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -41,6 +43,41 @@ def test_yarn_is_that_of_transformers(changes: dict[str, Any]) -> None:
     assert isinstance(scaling, YarnScaling) and scaling.table_factor == pytest.approx(factor)
     torch.testing.assert_close(inverse_frequencies(16, 10000.0, scaling), expected)
     assert scaling_from_hf({"rope_parameters": scaling_to_hf(scaling)}, "config.json") == scaling
+
+
+PHI4_MINI = {
+    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 200064, "hidden_size": 3072,
+    "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 24, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+    "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "sliding_window": 262144, "tie_word_embeddings": True,
+    "attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5 + i for i in range(48)]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_factor": 0.5}, {"factor": 8.0}, {"short_factor": [2.0, 3.0] * 24}])
+def test_longrope_is_that_of_transformers_and_comes_back(changes: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    values = PHI4_MINI | {"rope_scaling": PHI4_MINI["rope_scaling"] | changes}
+    ours = from_hf(values, "config.json")
+    assert (ours.rotary_dim, ours.max_position_embeddings, ours.sliding_layers) == (96, 4096, ())
+    written = json.loads(json.dumps(to_hf(ours, "bfloat16")))
+    for given in (values, written):
+        theirs = transformers.Phi3Config(**copy.deepcopy(given))
+        expected, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, torch.device("cpu"))
+        assert ours.rope_scaling is not None and ours.rope_scaling.table_factor == pytest.approx(factor)
+        assert torch.equal(inverse_frequencies(96, 10000.0, ours.rope_scaling), expected)
+    assert from_hf(written, "config.json") == ours
+    assert written["rope_scaling"] == values["rope_scaling"] and written["max_position_embeddings"] == 131072
+
+
+def test_a_written_share_of_a_head_is_read_as_the_same_elements() -> None:
+    assert int(44 * (30 / 44)) == 29
+    for family in ("glm4_moe", "phi3"):
+        ours = replace(next(iter(FAMILIES[family].architectures.values())), head_dim=44, rotary_dim=30)
+        assert int(44 * to_hf(ours, "bfloat16")["partial_rotary_factor"]) == 30
 
 
 def test_which_field_of_a_config_wins() -> None:

@@ -220,7 +220,8 @@ def scaling_to_hf(scaling: Scaling | None) -> dict[str, Any]:
         return {"rope_type": "default"}
     if not isinstance(scaling, RopeScaling):
         kind = "yarn" if isinstance(scaling, YarnScaling) else "longrope"
-        return {"rope_type": kind, **{key: value for key, value in vars(scaling).items() if value is not None}}
+        given = {key: value for key, value in vars(scaling).items() if value is not None}
+        return {"rope_type": kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}}
     if scaling.rope_type == "linear":
         return {"rope_type": "linear", "factor": scaling.factor}
     return dict(vars(scaling))

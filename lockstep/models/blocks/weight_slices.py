@@ -129,9 +129,19 @@ def qk_norm_slices(config: ModelConfig) -> Iterator[LayerSlice]:
     yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.head_dim, layout)
 
 
-def _rotary_layout(config: ModelConfig) -> RowLayout | None:
+def _rotary_layout(config: ModelConfig) -> ReorderedRows | None:
     head, rotated = config.head_dim, config.rotary_dim
     return partial_rotary(head, rotated) if 0 < rotated < head else None
+
+
+def fused_rotary_layout(config: ModelConfig) -> ReorderedRows | None:
+    """For a folder with the rows of all queries, keys and values in one tensor, of which every rank reads the whole."""
+    if (layout := _rotary_layout(config)) is None:
+        return None
+    head, turned, kept = config.head_dim, config.num_heads + config.num_kv_heads, config.num_kv_heads
+    order = [begin + row for begin in range(0, turned * head, head) for row in layout.order]
+    rows = (turned + kept) * head
+    return ReorderedRows(rows, (*order, *range(turned * head, rows)))
 
 
 def attention_slices(config: ModelConfig, norms: Slices = ()) -> Iterator[LayerSlice]:

@@ -32,15 +32,21 @@ def suggest_family_for(name: str, field: str, value: Any = None) -> str:
 
 
 def suggest_family(values: dict[str, Any]) -> str:
-    """The end of a message that refuses a whole config.json: the family that shares most of the distinctive fields with
-    it; of several, the one with the longest common prefix of names, or the most similar name."""
+    """The end of a message that refuses a whole config.json: the family whose name begins with its own, or else the one
+    that shares most of the distinctive fields with it; of several, the one with the longest common prefix of names, or
+    the most similar name."""
     name, distinctive = str(values.get("model_type")), _distinctive_fields()
     given = {field for fields in distinctive.values() for field in fields} & values.keys()
 
-    def similarity(other: str) -> tuple[float, int, float]:
+    def similarity(other: str) -> tuple[bool, float, int, float]:
         either = distinctive[other] | given
         shared = len(distinctive[other] & given) / len(either) if either else 1.0
-        return shared, len(commonprefix((name, other))), difflib.SequenceMatcher(None, name, other).ratio()
+        return (
+            other.startswith(name),
+            shared,
+            len(commonprefix((name, other))),
+            difflib.SequenceMatcher(None, name, other).ratio(),
+        )
 
     return f"the nearest family that can is {max(FAMILIES, key=similarity)}"
 
@@ -54,7 +60,7 @@ def _distinctive_fields() -> dict[str, set[str]]:
     }
     counts = Counter(field for fields in all_fields.values() for field in fields)
     # common in files, although few families write them
-    common = {"intermediate_size", "num_key_value_heads", "original_max_position_embeddings"}
+    common = {"intermediate_size", "num_key_value_heads", "original_max_position_embeddings", "partial_rotary_factor"}
     return {name: {field for field in fields if counts[field] <= 2} - common for name, fields in all_fields.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,6 +52,12 @@ def read_rotary_factor(raw: Raw, default: float) -> float:
     fits = is_positive(found) and found <= 1
     raw.refuse(not fits, f"{PARTIAL_ROTARY} is {found!r}; it must be a number above 0, and at most 1")
     return float(found)
+
+
+def write_rotary_factor(config: ModelConfig) -> float:
+    """The share of each head that is rotated; transformers takes the whole part of its product with `head_dim`."""
+    share = config.rotary_dim / config.head_dim
+    return share if int(config.head_dim * share) == config.rotary_dim else math.nextafter(share, 1.0)
 
 
 def read_partial_rope(raw: Raw) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .family import (
     read_partial_rope,
     read_rotary_factor,
     refuse_windows,
+    write_rotary_factor,
 )
 
 
@@ -35,7 +36,7 @@ def _read(raw: Raw) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    factor = config.rotary_dim / config.head_dim
+    factor = write_rotary_factor(config)
     turned = {"rope_theta": config.rope_theta, "partial_rotary_factor": factor}
     return {
         **write_grouped_experts(config),
