@@ -13,6 +13,7 @@ from both_roles import assert_roles_agree_over_updates, drawn
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.graph import Runtime
+from lockstep.models.blocks.rope import LongRopeScaling
 from lockstep.models.init import ARCHITECTURES
 
 DEVICE = torch.device("cuda")
@@ -32,6 +33,18 @@ MODELS = {
     ),
     "gpt-oss-20b, 2 layers": replace(ARCHITECTURES["gpt-oss-20b"], num_layers=2, vocab_size=4096, **WINDOW),
     "phi3-mini, 2 layers": replace(ARCHITECTURES["phi3-mini"], num_layers=2, vocab_size=4096, **WINDOWS),
+    "phi4-mini, 2 layers": replace(
+        ARCHITECTURES["phi3-mini"],
+        num_layers=2,
+        vocab_size=4096,
+        num_heads=24,
+        num_kv_heads=8,
+        head_dim=128,
+        rotary_dim=96,
+        rope_scaling=LongRopeScaling((1.0,) * 48, (2.0,) * 48, 4096, 131072),
+        tie_word_embeddings=True,
+        sliding_layers=(),
+    ),  # fmt: skip
     "mixtral-8x7b, 2 layers": replace(ARCHITECTURES["mixtral-8x7b"], num_layers=2, vocab_size=4096),
     "glm4.5-air, 2 layers": replace(ARCHITECTURES["glm4.5-air"], num_layers=2, vocab_size=4096),
 }
