@@ -242,7 +242,8 @@ def encode_following(
     sampled, and `InputError` if it does not render the answer verbatim, or leaves out a following message.
     """
     *before, answer = messages
-    whole = render_chat(tokenizer, [*before, _add_mark(answer), *following], chat_template_kwargs or {})
+    marked = [_mark_thinking(message, i) for i, message in enumerate([*before, _add_mark(answer)])]
+    whole = render_chat(tokenizer, [*marked, *following], chat_template_kwargs or {})
     head, found, tail = whole.rpartition(_MARK)
     if answer.get("tool_calls"):
         found_ends = [tail.index(end) for end in ends if end in tail]
@@ -253,7 +254,10 @@ def encode_following(
     refuse(not is_verbatim, f"{where}: it does not show an answer as it is; give text or token ids instead")
     unseen = next((m.get("role") for m in following if not _is_shown(m.get("content"), tail)), None)
     refuse(unseen is not None, f"{where}: it leaves out what a message of role {unseen} says; give text or token ids")
-    kept = [message if _thinking(message) in head else _without_thinking(message) for message in messages]
+    kept = [
+        message if _thinking(in_chat) in head else _without_thinking(message)
+        for message, in_chat in zip(messages, marked, strict=True)
+    ]
     if kept != messages:
         raise HistoryRewritten(
             f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept
@@ -283,6 +287,17 @@ def _thinking(message: dict[str, Any]) -> str:
         return ""
     thought = message.get("thinking") or message["content"].rpartition(_END_OF_THINKING)[0]
     return thought.strip().removeprefix("<think>").strip()
+
+
+def _mark_thinking(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """Message `number` with a mark at the end of its thinking, if it has any: the same words may stand elsewhere."""
+    if not _thinking(message):
+        return message
+    mark = f"\ue000\ue002{number}\ue000"
+    if message.get("thinking"):
+        return {**message, "thinking": f"{message['thinking'].rstrip()}{mark}"}
+    thought, end, said = message["content"].rpartition(_END_OF_THINKING)
+    return {**message, "content": f"{thought.rstrip()}{mark}{end}{said}"}
 
 
 def _without_thinking(message: dict[str, Any]) -> dict[str, Any]:

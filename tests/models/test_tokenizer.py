@@ -239,7 +239,8 @@ def test_a_template_that_rewrites_its_past_is_refused() -> None:
     tool, user = {"role": "tool", "content": "5"}, {"role": "user", "content": "and now?"}
     for before, following in (([thought], tool), ([plain], user), ([thought, tool, thought], tool)):
         assert encode_following(tokenizer, [*MESSAGES, *before], [following])
-    for before in ([thought], [thought, tool, plain]):
+    said_twice = {"role": "assistant", "content": "<think>\n4\n</think>\n\nIt is 4"}  # its thought's words, too
+    for before in ([thought], [thought, tool, plain], [said_twice]):
         with pytest.raises(InputError, match="role user: it leaves out the thinking of earlier answers"):
             encode_following(tokenizer, [*MESSAGES, *before], [user])
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
