@@ -49,6 +49,25 @@ def test_the_answer_is_found_in_any_of_the_usual_columns() -> None:
 
 
 @pytest.mark.usefixtures("library")
+def test_each_row_has_its_answer_in_a_column_of_its_own() -> None:
+    """Rows of several sources: a column that a row lacks is None in it. What other columns hold is not looked at."""
+    answers, solutions = [None, None, "6"], [None, "5", None]
+    assert math_reward([r"\boxed{None}", "5", "6"], answer=answers, solution=solutions) == [None, 1.0, 1.0]
+    verl = [{"ground_truth": "5"}, None, "a model's name"]
+    assert math_reward(["5"] * 3, answer=[None, None, "5"], reward_model=verl) == [1.0, None, 1.0]
+    rewards = load_rewards(["math"])
+    rewards.check_row({"answer": "5", "reward_model": "a model's name"}, "row 1")
+    with pytest.raises(InputError, match="row 1: reward math needs the column reward_model to hold an object with"):
+        rewards.check_row({"answer": None, "reward_model": "a model's name"}, "row 1")
+
+
+@pytest.mark.usefixtures("library")
+def test_a_number_is_an_answer_however_python_writes_it() -> None:
+    completions = ["0.000025", "It is 10000000000000000000000.", "0.5", "5"]
+    assert math_reward(completions, answer=[2.5e-05, 1e22, 0.5, 5.0]) == [1.0] * 4
+
+
+@pytest.mark.usefixtures("library")
 def test_it_works_outside_the_main_thread() -> None:
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(math_reward(["4"], answer=["4"])))

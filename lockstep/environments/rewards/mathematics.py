@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import threading
+from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from ...errors import InputError
@@ -26,19 +29,32 @@ def math_reward(
 ) -> list[float | None]:
     """1.0 if the completion's final answer equals the row's, else 0.0; None for a row whose answer cannot be parsed.
     The completion's answer is its boxed expression, else its last one; reasoning before `</think>` does not count. The
-    row's is in the first column present of `solution`, `answer`, `ground_truth` and verl's `reward_model`: alone, in
+    row's is in the first that it has of `solution`, `answer`, `ground_truth` and verl's `reward_model`: alone, in
     LaTeX, or after GSM8K's `####`."""
-    verl = None if reward_model is None else [verl_ground_truth(model) for model in reward_model]
-    given = next((column for column in (solution, answer, ground_truth, verl) if column is not None), None)
-    if given is None:
+    given = [column for column in (solution, answer, ground_truth, reward_model) if column is not None]
+    if not given:
         raise InputError(f"needs a column with the answer: {', '.join(ANSWER_COLUMNS)}")
     _require_package()
-    return [_score(completion_text(c), str(a)) for c, a in zip(completions, given, strict=True)]
+    verl = reward_model is not None
+    answers = [_answer(row[: len(row) - verl], row[-1] if verl else None) for row in zip(*given, strict=True)]
+    return [_score(completion_text(c), answer) for c, answer in zip(completions, answers, strict=True)]
+
+
+def _answer(given: Sequence[Any], reward_model: Any) -> str:
+    """The text of a row's answer: the first that is given, or else the one in verl's `reward_model`; empty for none."""
+    found = next((value for value in given if value is not None), None)
+    if found is None and reward_model is not None:
+        found = verl_ground_truth(reward_model)
+    if isinstance(found, float) and math.isfinite(found):
+        return f"{Decimal(repr(found)):f}"  # in 1e-05, the e would be read as a number of its own
+    return "" if found is None else str(found)
 
 
 def _check_row(columns: dict[str, Any]) -> None:
-    if "reward_model" in columns and not any(column in columns for column in ANSWER_COLUMNS[:-1]):
-        verl_ground_truth(columns["reward_model"])
+    others, model = [columns[name] for name in ANSWER_COLUMNS[:-1] if name in columns], columns.get("reward_model")
+    if "reward_model" in columns and not others:
+        verl_ground_truth(model)
+    _answer(others, model)
 
 
 def _require_package() -> None:
