@@ -201,7 +201,8 @@ def test_programs_repeat_and_show_their_last_value() -> None:
     assert run_python("x = 2\nx ** 100", allow_unsandboxed=True).output == f"{2**100}\n"
     wrong = run_python("x = 1\nx / 0", allow_unsandboxed=True)
     assert wrong.code == 1 and wrong.output.startswith('Traceback (most recent call last):\n  File "<program>", line 2')
-    assert "SyntaxError" in run_python("if", allow_unsandboxed=True).output
+    unfinished = run_python("if", allow_unsandboxed=True).output
+    assert unfinished.startswith('  File "<program>", line 1') and unfinished.endswith("SyntaxError: invalid syntax\n")
     assert run_python("import sys; sys.exit(3)", allow_unsandboxed=True) == ProgramResult("", "exit", 3)
     assert run_python("print('é', '\udcff')", allow_unsandboxed=True).output == "é ?\n"
 

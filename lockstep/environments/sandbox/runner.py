@@ -21,7 +21,9 @@ def run(code: str) -> None:
         if isinstance(last, ast.Expr):
             sys.displayhook(eval(compile(ast.Expression(last.value), NAME, "eval"), names))
     except Exception as error:
-        own = error.__traceback__ and error.__traceback__.tb_next
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename != NAME:  # this function, or `ast.parse`
+            own = own.tb_next
         traceback.print_exception(type(error), error, own)
         sys.exit(1)
 
