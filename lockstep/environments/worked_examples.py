@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import InputError, refuse
 from ..timings import Timings
-from ..types import WARMUP_DOMAIN, SampleIdentity, SamplingParams, Segment, Trajectory
+from ..types import WARMUP_DOMAIN, FinishReason, SampleIdentity, SamplingParams, Segment, Trajectory
 from .base import Problem
 from .codec import ChatCodec
 from .environment import Environment
@@ -37,7 +37,9 @@ class _ScriptedSampler:
                 f"worked example {identity.group}: the environment goes on after its last turn; its worked_turns must "
                 "be all that is to be sampled"
             )
-        completion = Trajectory([Segment(prompt_ids), turns.pop(0)], "stop", identity, f"example {identity.group}")
+        turn = turns.pop(0)
+        reason: FinishReason = "stop" if len(turn.token_ids) <= sampling.max_completion_length else "length"
+        completion = Trajectory([Segment(prompt_ids), turn], reason, identity, f"example {identity.group}")
         self._requests += 1
         self._waiting.append(_ScriptedOutput(self._requests, identity, completion))
         return self._requests
@@ -77,8 +79,8 @@ def worked_trajectories(
 
 
 def _require_whole(episode: Episode, limits: Limits) -> None:
-    """Raise `InputError` for a worked example that a limit cut: its last turns would silently not be learned."""
-    if episode.cut and episode.trajectory is not None:
+    """Raise `InputError` for a worked example that a limit would cut: what follows cannot be sampled."""
+    if episode.trajectory is not None and (episode.cut or episode.trajectory.cut_off):
         after = sum(len(segment.token_ids) for segment in episode.trajectory.segments[1:])
         raise InputError(
             f"worked example {episode.group} is cut in turn {episode.turns} of at most {limits.turns}, after {after} "

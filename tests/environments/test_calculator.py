@@ -45,7 +45,8 @@ def test_worked_examples_ask_for_their_sums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "cut"), [(Limits(None, 200, 2), "turn 2 of at most 2"), (Limits(None, 12, 9), "12")]
+    ("limits", "cut"),
+    [(Limits(None, 200, 2), "turn 2 of at most 2"), (Limits(None, 12, 9), "12"), (Limits(None, 57, 9), "58 of at most 57")],
 )
 def test_a_worked_example_that_a_limit_cuts_is_refused(limits: Limits, cut: str) -> None:
     """What is left of it would be learned as the whole."""
@@ -58,7 +59,7 @@ def test_a_worked_example_that_a_limit_cuts_is_refused(limits: Limits, cut: str)
             closed.append(self)
 
     whole = (Closing, [problem], tokens, lambda text: list(text.encode()))
-    (made,) = worked_trajectories(*whole, Limits(None, 200, 9))
+    (made,) = worked_trajectories(*whole, Limits(None, 58, 9))
     assert made.text.endswith("</answer>") and len(made.turns) > 2 and len(closed) == 1
     with pytest.raises(InputError, match=rf"worked example 0 is cut in .*{cut}.* larger task.max_turns or task.max_re"):
         worked_trajectories(*whole, limits)
