@@ -46,7 +46,11 @@ def test_worked_examples_ask_for_their_sums() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "cut"),
-    [(Limits(None, 200, 2), "turn 2 of at most 2"), (Limits(None, 12, 9), "12"), (Limits(None, 57, 9), "58 of at most 57")],
+    [
+        (Limits(None, 200, 2), "turn 2 of at most 2"),
+        (Limits(None, 12, 9), "12"),
+        (Limits(None, 57, 9), "58 of at most 57"),
+    ],
 )
 def test_a_worked_example_that_a_limit_cuts_is_refused(limits: Limits, cut: str) -> None:
     """What is left of it would be learned as the whole."""

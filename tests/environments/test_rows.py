@@ -285,6 +285,23 @@ def test_prompts_far_below_the_limit_are_not_encoded(tmp_path: Path) -> None:
     assert encoded == ["", "p" * 400]  # what the tools take, and what may be too long
 
 
+def test_chats_are_measured_by_all_that_a_template_shows(tmp_path: Path) -> None:
+    """Not by the contents of their messages alone: by calls of tools, and what stands around each message and all."""
+    calls = [{"type": "function", "function": {"name": "write", "arguments": {"text": "x" * 1000}}}]
+    asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+    called = [asked, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "ok"}]
+    data = write(tmp_path / "rows.jsonl", [{"prompt": p} for p in (called, [asked, said] * 40 + [asked], [asked], "?")])
+
+    def kept(around: int, limit: int) -> list[str]:
+        def encode(prompt: Any) -> list[int]:
+            return [0] * (len(json.dumps(prompt)) + around * isinstance(prompt, list))
+
+        left = read_problems(data).filter_overlong(encode, PromptLimit(limit, "a test"), leave_out=True)
+        return [problem.origin.rpartition(" ")[2] for problem in left]
+
+    assert (kept(0, 700), kept(600, 600)) == (["3", "4"], ["4"])
+
+
 def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     def refuse(prompt: Any) -> list[int]:
         raise InputError("no template")

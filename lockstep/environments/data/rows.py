@@ -6,10 +6,12 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypeGuard
 
 from ...config import TaskConfig
 from ...errors import InputError, PromptTooLong, did_you_mean, refuse
+from ...json_file import to_json
 from ...machine import torchrun_launch
 from ...user_functions import is_unicode
 from ..base import Encode, Problem, Prompt, PromptLimit, RowSource
@@ -90,9 +92,9 @@ class Problems(Sequence[Problem]):
         """These problems without those whose prompts exceed the limit. A warning counts and names them; without
         `leave_out`, or if none is left, that is an `InputError`. `use` says in messages what the problems are for."""
         kept, examples = array("Q"), list[str]()
-        template_tokens = _template_tokens(encode, limit.tokens)
+        template_tokens = cache(partial(_template_tokens, encode, limit.tokens))
         for row, problem in zip(self._rows, self, strict=True):
-            size = _size_if_over(encode, problem, limit.tokens, template_tokens)
+            size = _size_if_over(encode, problem, limit.tokens, template_tokens(isinstance(problem.prompt, str)))
             if size is None:
                 kept.append(row)
             elif len(examples) < 3:
@@ -142,11 +144,11 @@ def read_problems(
     return Problems(source, form, tuple(columns), range(len(source)), f"{field} {data}")
 
 
-def _template_tokens(encode: Encode, limit: int) -> int:
-    """The tokens of an empty prompt, which are those of tools and the template; `limit` if the template refuses it,
-    although it may accept others."""
+def _template_tokens(encode: Encode, limit: int, of_text: bool) -> int:
+    """The tokens of an empty text or chat, which are those of tools and the template; `limit` if the template refuses
+    it, although it may accept others."""
     try:
-        return len(encode(""))
+        return len(encode("" if of_text else [{"role": "user", "content": ""}]))
     except InputError:
         return limit
 
@@ -155,8 +157,8 @@ def _size_if_over(encode: Encode, problem: Problem, limit: int, template_tokens:
     """The size of a prompt, in words, if it has more tokens than `limit`, else None.
 
     A text cannot have many more tokens than bytes, so short ones are not encoded: twice the bytes allow for
-    normalization, 512 for the chat template, `template_tokens` for tools. What this misses is refused when the prompt
-    is played.
+    normalization, 512 and `template_tokens` for the chat template and tools. What this misses is refused when the
+    prompt is played.
     """
     if 2 * _bytes(problem.prompt) + 512 + template_tokens <= limit:
         return None
@@ -170,10 +172,9 @@ def _size_if_over(encode: Encode, problem: Problem, limit: int, template_tokens:
 
 
 def _bytes(prompt: Prompt) -> int:
-    """The bytes of a prompt's texts."""
-    if isinstance(prompt, str):
-        return len(prompt.encode())
-    return sum(len(message["content"].encode()) for message in prompt)
+    """The bytes of a prompt: of messages all that they hold, with calls of tools, since templates show more than
+    their contents, and something around each."""
+    return len((prompt if isinstance(prompt, str) else to_json(prompt)).encode(errors="replace"))
 
 
 def _checked_prompt(prompt: Any, where: str) -> Prompt:
