@@ -18,6 +18,7 @@ from lockstep.environments.data.rows import Problems
 from lockstep.environments.data.sources import has_splits
 from lockstep.errors import InputError, PromptTooLong
 from lockstep.models.tokenizer import byte_tokenizer, max_token_bytes, require_prompt_fits
+from lockstep.session.text.messages import normalize_chat
 
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 ROWS: list[dict[str, Any]] = [
@@ -94,6 +95,37 @@ def test_an_answer_of_the_past_may_have_calls_alone_or_nothing(tmp_path: Path) -
     prompt = [*said, {"role": "assistant", "content": ""}, {"role": "tool", "content": "1"}]
     (problem,) = read_problems(write(tmp_path / "rows.jsonl", [{"prompt": prompt}]))
     assert problem.prompt == [{"role": "assistant", "tool_calls": calls, "content": ""}] * 2 + prompt[2:]
+
+
+def test_messages_of_the_past_are_normalized_as_those_of_the_api(tmp_path: Path) -> None:
+    """Templates leave out a developer, and show arguments that are a text of JSON as a text."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": text}} for text in ('{"a": null}', "")]
+    prompt = [{"role": "developer", "content": "d"}, {"role": "user", "content": "u", "tool_calls": [], "name": None}]
+    prompt += [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "1"}]
+    data = write(tmp_path / "rows.jsonl", [{"prompt": prompt}])
+    (problem,) = read_problems(data, system_prompt="never shown")
+    developer, user, answer, tool = problem.prompt
+    assert (developer, user) == ({"role": "system", "content": "d"}, {"role": "user", "content": "u"})
+    assert [call["function"]["arguments"] for call in answer["tool_calls"]] == [{"a": None}, {}] and tool == prompt[3]
+    assert normalize_chat(prompt) == problem.prompt
+    calls[1]["function"] = {"name": "add", "arguments": "1"}
+    with pytest.raises(
+        InputError, match=r"line 1: prompt message 2 tool_calls\[1\].function.arguments must be an object"
+    ):
+        read_problems(write(tmp_path / "rows.jsonl", [{"prompt": prompt}]))
+
+
+def test_tables_add_nothing_to_messages(tmp_path: Path) -> None:
+    """A table gives every message and every call the fields of all, as None."""
+    given: list[dict[str, Any]] = [{"x": 1}, {"city": "Rome", "near": {"km": 2}}, {"near": {"of": ["a"]}}]
+    calls = [[{"type": "function", "function": {"name": "f", "arguments": arguments}}] for arguments in given]
+    asked, said = {"role": "user", "content": "u"}, {"role": "tool", "content": "1"}
+    prompts = [[asked, {"role": "assistant", "tool_calls": of_one, "content": ""}, said] for of_one in calls]
+    table = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    for name in ("rows.parquet", "saved"):
+        assert [problem.prompt for problem in read_problems(str(tmp_path / name))] == prompts
 
 
 GOOD = '{"prompt": "p"}'

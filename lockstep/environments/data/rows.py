@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from array import array
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from functools import cache, partial
 from typing import Any, TypeGuard
 
 from ...config import TaskConfig
-from ...errors import InputError, PromptTooLong, did_you_mean, refuse
+from ...errors import FieldError, InputError, PromptTooLong, did_you_mean, refuse
 from ...json_file import to_json
 from ...machine import torchrun_launch
 from ...user_functions import is_unicode
@@ -189,8 +190,9 @@ def _checked_prompt(prompt: Any, where: str) -> Prompt:
 
 
 def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
-    """Chat messages, at least one, as templates take them. Raises `InputError`, naming `where` and the message, if one
-    lacks a role or a text, or if the last is the assistant's, so that there is nothing to answer."""
+    """Chat messages, at least one, as templates take them: a developer's are the system's, and arguments of calls are
+    objects. Raises `InputError`, naming `where` and the message, if one lacks a role or a text, or if the last is the
+    assistant's, so that there is nothing to answer."""
     for index, message in enumerate(messages):
         required = ["role"] if _is_silent(message) else ["role", "content"]
         if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in required):
@@ -205,7 +207,45 @@ def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
             raise InputError(f"{where} message {index} has the role {role!r}; {question}")
     if messages[-1]["role"] == "assistant":
         raise InputError(f"{where}: the last message is the assistant's; the completion comes there, so remove it")
-    return [{**message, "content": ""} if _is_silent(message) else message for message in messages]
+    return [_normalize(message, f"{where} message {index}") for index, message in enumerate(messages)]
+
+
+def _normalize(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message without the fields that it has no value for, which tables give to all, in the form of most templates.
+    Raises `InputError` for arguments of a call that are no object."""
+    result = {
+        name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])
+    }
+    if _is_silent(message):
+        result["content"] = ""
+    if message["role"] == "developer":
+        result["role"] = "system"
+    if isinstance(calls := result.get("tool_calls"), list):
+        result["tool_calls"] = [_normalize_call(call, f"{where} tool_calls[{i}]") for i, call in enumerate(calls)]
+    return result
+
+
+def _normalize_call(call: Any, where: str) -> Any:
+    """A call with its arguments as an object: templates would show a text of JSON as a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    arguments = call_arguments(function["arguments"], f"{where}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def call_arguments(arguments: Any, field: str) -> dict[str, Any]:
+    """The arguments of a call as an object, given as one, as its JSON text or not at all. Raises `FieldError`."""
+    if arguments is None:
+        arguments = {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise FieldError(field, f"{field} is no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise FieldError(field, f"{field} must be an object, or one as JSON text; it is {arguments!r:.40}")
+    return arguments
 
 
 def _is_silent(message: Any) -> bool:

@@ -162,8 +162,33 @@ class ArrowRows(RowSource):
             reason = f"{as_hub_id}{type(cause).__name__}: {cause}"
             raise InputError(f"{label} (split {split}) cannot be loaded: {reason}") from error
 
+    def row(self, index: int) -> Row:
+        return _without_filled_arguments(super().row(index))
+
     def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
+        return map(_without_filled_arguments, self._rows)
+
+
+def _without_filled_arguments(row: Row) -> Row:
+    """The row, whose calls of tools have only arguments with a value: a table gives each call those of all, as None."""
+    for value in row.values():
+        messages = value if isinstance(value, list) and value and isinstance(value[0], dict) else []
+        for call in itertools.chain.from_iterable(map(_calls, messages)):
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+                function["arguments"] = _without_nulls(function["arguments"])
+    return row
+
+
+def _calls(message: Any) -> list[Any]:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    return calls if isinstance(calls, list) else []
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read(data: str, path: Path, split: str, files: Sequence[Path]) -> Any:

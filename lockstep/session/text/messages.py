@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...config import TEMPLATE_ARGUMENTS
+from ...environments.data.rows import call_arguments
 from ...errors import FieldError
 from .tool_calls import Tool
 
@@ -88,14 +88,5 @@ def _normalize_tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise FieldError(f"{where}.function", f"{where}.function must be an object with a name")
-    field, arguments = f"{where}.function.arguments", function.get("arguments")
-    if arguments is None:
-        arguments = {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise FieldError(field, f"{field} is no JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise FieldError(field, f"{field} must be an object, or one as JSON text; it is {arguments!r:.40}")
+    arguments = call_arguments(function.get("arguments"), f"{where}.function.arguments")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
