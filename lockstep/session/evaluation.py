@@ -25,6 +25,7 @@ from .generate import LLM, check_sampling, require_finite_logprobs
 from .text.policy import Policy
 
 _REPORT_INTERVAL = 5.0  # seconds
+_REWARD_ERRORS = "reward_errors/"  # before a function's name: the completions that it failed on
 Z95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 
 
@@ -125,7 +126,8 @@ def run_evaluation(
     result = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
     result |= _summarize(groups, ks, decides, settings.pass_threshold, names) | metrics
     counts["groups_without_reward"] = len(problems) - len(groups)  # with those whose environment failed
-    return result | {name: counts[name] for name in ("environment/errors", "groups_without_reward") if counts.get(name)}
+    told = ("environment/errors", "groups_without_reward", *(f"{_REWARD_ERRORS}{reward}" for reward in names))
+    return result | {name: counts[name] for name in told if counts.get(name)}
 
 
 def _require_ks(settings: EvaluationSettings) -> list[int]:
@@ -274,7 +276,8 @@ def render(result: dict[str, Any]) -> str:
     each = f"{n} {'completion' if n == 1 else 'completions'} each"
     lines = [f"{result['task']}: {problems} problems{left_out}, {each}, {sampled}"]
     names = [name for name in result if name == "reward/mean" or (name.startswith("pass@") and "/" not in name)]
-    others = [name for name in result if name.startswith(("rewards/", "response_length/", "environment/"))]
+    kinds = "rewards/", _REWARD_ERRORS, "response_length/", "environment/"
+    others = [name for name in result if name.startswith(kinds)]
     width = max(map(len, names + others))
     for name in names:
         low, high = result[f"{name.removesuffix('/mean')}/ci95"]
@@ -282,7 +285,8 @@ def render(result: dict[str, Any]) -> str:
     lines += [f"  pass@{k}: no problem has {k} scored completions" for k in result.get("pass_unknown", ())]
     lines += [f"  {name:<{width}} {result[name]:.4f}" for name in others]
     if "pass_left_out" in result:
-        left_out = f"{result['pass_left_out']} of the problems, to which {result['pass_reward']} does not apply"
-        lines.append(f"  pass@k is without {left_out}")
+        decides, left_out = result["pass_reward"], f"{result['pass_left_out']} of the problems"
+        failed = " or on which it failed" if f"{_REWARD_ERRORS}{decides}" in result else ""
+        lines.append(f"  pass@k is without {left_out}, to which {decides} does not apply{failed}")
     lines.append(f"  passes when {result['pass_reward']} is at least {result['pass_threshold']:g}")
     return "\n".join(lines)

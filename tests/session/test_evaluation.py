@@ -159,13 +159,20 @@ def test_an_evaluation_counts_what_passed(config: RunConfig) -> None:
     assert evaluate(config, n=4, pass_threshold=0.5)["pass@1"] == 1.0
 
 
-def test_the_deciding_reward_and_problems_it_does_not_apply_to(config: RunConfig) -> None:
+def test_the_deciding_reward_and_problems_it_does_not_apply_to(config: RunConfig, tmp_path: Path) -> None:
     assert evaluate(config, pass_reward="never")["pass@1"] == 0.0
     result = evaluate(config, pass_reward="sometimes")
     assert result["pass@1"] == 1.0 and result["pass@1/ci95"] == wilson_interval(1.0, 5)  # five of the six problems
     assert sorted(row["passed"] is None for row in result["per_problem"]) == [False] * 5 + [True]
     assert "  pass@k is without 1 of the problems, to which sometimes does not apply" in render(result).splitlines()
     assert result["temperature"] == 0.0 and result["n"] == 1 and "groups_without_reward" not in result
+    (tmp_path / "judge.py").write_text("def breaks(completions, **_):\n    raise OSError('no judge')\n")
+    broken = replace(config.task, reward=(f"{tmp_path / 'judge.py'}:breaks", *config.task.reward[:1]))
+    for on_error, passed in ("zero", {"pass@1": 0.0}), ("skip", {"pass_left_out": 6}):
+        result = evaluate(replace(config, task=replace(broken, reward_on_error=on_error)))
+        assert passed.items() <= result.items() and result["reward_errors/breaks"] == 6
+        left_out = "  pass@k is without 6 of the problems, to which breaks does not apply or on which it failed"
+        assert "reward_errors/breaks" in render(result) and (left_out in render(result)) == (on_error == "skip")
     alone = replace(config, task=replace(config.task, reward=config.task.reward[2:]))
     assert (result := evaluate(alone))["groups_without_reward"] == 1
     numbers = [row["problem"] for row in result["per_problem"]]
