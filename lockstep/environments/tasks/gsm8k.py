@@ -10,8 +10,9 @@ from ...errors import InputError
 from ..base import Problem
 from ..rewards.calls import completion_text
 
-# An optional sign (not a subtraction), digits with or without thousands separators, optional decimals.
-_NUMBER = re.compile(r"(?<![0-9])-?[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?")
+# An optional sign (not a subtraction), digits with or without thousands separators, optional decimals; or decimals
+# alone, as in $.50, which no word or dot precedes.
+_NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)")
 
 _MARKER = "####"
 
