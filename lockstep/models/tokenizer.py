@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +72,8 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
+TODAY = "strftime_now"  # the function by which templates read the clock; as a variable, a day
+_ASKS_TODAY = re.compile(TODAY + r"""\(\s*(["'])([^"']*)\1\s*\)""")
 _END_OF_THINKING = "</think>"
 _MARK = "\ue000\ue001\ue000"  # private use characters: no text has them, and no template changes them
 
@@ -214,9 +218,14 @@ def encode_prompt(
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]
 ) -> str:
-    """Messages as rendered by the tokenizer's chat template, with its generation prompt. Raises as `encode_prompt`."""
+    """Messages as rendered by the tokenizer's chat template, with its generation prompt. The variable `TODAY` is a
+    day, as text, that the template takes for today. Raises as `encode_prompt`."""
     if not tokenizer.chat_template:
         raise InputError("the prompt is chat messages, but the tokenizer has no chat template; give a text prompt")
+    if TODAY in chat_template_kwargs:
+        template, day = str(tokenizer.chat_template), chat_template_kwargs[TODAY]
+        chat_template_kwargs = {n: v for n, v in chat_template_kwargs.items() if n != TODAY}
+        chat_template_kwargs["chat_template"] = _set_today(template, day)
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs
@@ -225,6 +234,27 @@ def render_chat(
         lacks_tools = "tools" in str(tokenizer.chat_template) and not chat_template_kwargs.get("tools")
         hint = "; it reads tools: give them, as in task.chat_template_kwargs" if lacks_tools else ""
         raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}{hint}") from error
+
+
+def _set_today(template: str, day: Any) -> str:
+    """The chat template with this day as text where it asks for today's date, as in `strftime_now("%Y-%m-%d")`."""
+    try:
+        today = date.fromisoformat(day)
+    except (TypeError, ValueError) as error:
+        what = f"the chat template's {TODAY} is {day!r:.40}"
+        raise InputError(f'{what}; it must be a day, as in "2026-01-31"') from error
+    return _ASKS_TODAY.sub(lambda asked: json.dumps(today.strftime(asked[2])), template)
+
+
+def shows_today(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]
+) -> bool:
+    """Whether the chat template shows these messages in other words on other days. Raises as `encode_prompt`."""
+    if TODAY not in str(tokenizer.chat_template) or TODAY in chat_template_kwargs:
+        return False
+    days = ({TODAY: day} for day in ("2000-01-01", "2011-12-31"))
+    first, second = (render_chat(tokenizer, messages, chat_template_kwargs | day) for day in days)
+    return first != second
 
 
 def encode_following(

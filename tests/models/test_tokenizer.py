@@ -165,6 +165,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
     [
         (ALTERNATE, {}, "<start>user\nhi<end>\n"),
         (EFFORT, {"reasoning_effort": "low"}, "Date: 20 Reasoning: low<|start|>user<|message|>hi"),
+        (EFFORT, {"strftime_now": "1999-01-31"}, "Date: 19 Reasoning: medium<|start|>user<|message|>hi"),
         (SWITCHED, {}, "hi<think>"),
         (SWITCHED, {"enable_thinking": False}, "hi<think></think>"),
         (TOOLS, {"tools": [TOOL]}, '{"type": "function", "function": {"name": "add"}}hi'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lockstep.environments import End, Environment, Turn, make_environment
 from lockstep.environments.adapters.verifiers import VerifiersEnvironment
 from lockstep.environments.tools import ToolEnvironment
 from lockstep.errors import InputError
+from lockstep.models.tokenizer import CHAT_TEMPLATE
 from lockstep.rl.loop import Loop
 from lockstep.session.build import TrainingSession, build, planned_workload, resolve, task_reader
 
@@ -172,6 +174,29 @@ def test_prompts_are_as_long_as_their_tools_make_them(
     assert build(replace(config, task=replace(config.task, filter_overlong_prompts=True))).task.rows == 2
     assert "left out: 1 of 3 training prompts" in caplog.text
     assert build(replace(config, task=replace(config.task, tools=(), max_turns=TaskConfig.max_turns))).task.rows == 3
+
+
+def test_a_template_that_shows_the_date_is_told_and_can_be_given_a_day(
+    shallow: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a run that is resumed on another day would silently have other prompts."""
+    model = shutil.copytree(shallow, tmp_path / "model")
+    date = "{% if not date is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}{{ date }}"
+    (model / "chat_template.jinja").write_text(date + CHAT_TEMPLATE)
+
+    def prompt(row: Any, *variables: str) -> str:
+        caplog.clear()
+        task = {"chat_template_kwargs": variables, "max_turns": TaskConfig.max_turns}
+        run = build(a_run(model, [{"prompt": row}] * 2, tmp_path, **task))
+        return run.policy.tokenizer.decode(run.policy.encode(run.task.train_problem(0, 0).prompt))
+
+    chat = [{"role": "user", "content": "hi"}]
+    prompt(chat)
+    assert "today's date" in caplog.text and 'task.chat_template_kwargs strftime_now="20' in caplog.text
+    assert prompt(chat, 'strftime_now="2026-01-31"').startswith("31 Jan 2026<|im_start|>")
+    assert prompt(chat, 'date="a day"').startswith("a day<|im_start|>") and prompt("hi") == "hi" and not caplog.text
+    with pytest.raises(InputError, match="strftime_now is 'today'; it must be a day, as in \"2026-01-31\""):
+        prompt(chat, 'strftime_now="today"')
 
 
 def test_generated_prompts_with_tools_are_refused_before_the_first_step(calling: Path) -> None:

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import cached_property, partial
 from typing import Any
 
-from ...environments import ChatCodec, Environment, Problem, PromptLimit, Task, TurnMessage, parse_plain_turn
-from ...environments.base import Encode
+from ...environments import (
+    ChatCodec,
+    Environment,
+    Problem,
+    PromptLimit,
+    Task,
+    TurnMessage,
+    log_notice,
+    parse_plain_turn,
+)
+from ...environments.base import Encode, Prompt
 from ...environments.tools import ToolEnvironment, as_chat
 from ...errors import InputError, PromptTooLong, refuse
 from ...models import Decoder, WeightSource
-from ...models.tokenizer import encode_following, encode_prompt, encode_text, max_token_bytes, require_prompt_fits
+from ...models.tokenizer import (
+    TODAY,
+    encode_following,
+    encode_prompt,
+    encode_text,
+    max_token_bytes,
+    require_prompt_fits,
+    shows_today,
+)
 from ...types import Segment
 from ...user_functions import as_input_error
 from .messages import check_variables
@@ -129,7 +147,21 @@ class Policy:
         with as_input_error(f"task.environment: {environment.__name__}.begins_with_rows() raised"):
             must_fit = environment.begins_with_rows()
         task.check_lengths(lambda prompt: min((e(prompt) for e in encoders), key=len), limit, groups > 0, must_fit)
-        return self.longest_prompt(task, environment, limit, groups, must_fit)
+        longest = self.longest_prompt(task, environment, limit, groups, must_fit)
+        if groups:
+            self._note_if_dated(task.train_problem(0, 0).prompt, environment)
+        return longest
+
+    def _note_if_dated(self, prompt: Prompt, environment: type[Environment]) -> None:
+        """Log that the chat template shows the prompt with today's date, if it does."""
+        tools, *_ = environment.toolsets() or ((),)
+        is_chat = isinstance(prompt, list) or bool(tools) or issubclass(environment, ToolEnvironment)
+        if is_chat and shows_today(self.tokenizer, as_chat(prompt), self._variables_with(tools)):
+            log_notice(
+                "the chat template shows today's date, so a run that is resumed or repeated on another day has other "
+                'prompts; task.chat_template_kwargs %s="%s" keeps the day',
+                *(TODAY, date.today()),
+            )
 
     def longest_prompt(
         self, task: Task, environment: type[Environment], limit: PromptLimit, groups: int, must_fit: bool = False
