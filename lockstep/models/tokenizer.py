@@ -284,11 +284,11 @@ def encode_following(
     refuse(not is_verbatim, f"{where}: it does not show an answer as it is; give text or token ids instead")
     unseen = next((m.get("role") for m in following if not _is_shown(m.get("content"), tail)), None)
     refuse(unseen is not None, f"{where}: it leaves out what a message of role {unseen} says; give text or token ids")
-    kept = [
-        message if _thinking(in_chat) in head else _without_thinking(message)
-        for message, in_chat in zip(messages, marked, strict=True)
-    ]
-    if kept != messages:
+    lost = [i for i, message in enumerate(marked) if _thinking(message) not in head]
+    # The prompt may have shown earlier thinking no more than this does: the model has not seen that.
+    seen = render_chat(tokenizer, marked[:-1], chat_template_kwargs or {}) if lost and lost[0] < len(before) else ""
+    if any(i == len(before) or _thinking(marked[i]) in seen for i in lost):
+        kept = [_without_thinking(message) if i in lost else message for i, message in enumerate(messages)]
         raise HistoryRewritten(
             f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept
         )

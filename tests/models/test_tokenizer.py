@@ -244,6 +244,12 @@ def test_a_template_that_rewrites_its_past_is_refused() -> None:
     for before in ([thought], [thought, tool, plain], [said_twice]):
         with pytest.raises(InputError, match="role user: it leaves out the thinking of earlier answers"):
             encode_following(tokenizer, [*MESSAGES, *before], [user])
+    unseen = [*MESSAGES, thought, user]  # a prompt without its thought, which nothing leaves out later
+    assert "hm" not in tokenizer.decode(encode_prompt(tokenizer, unseen))
+    for before, following in (([plain], tool), ([thought], tool), ([thought, tool, plain], tool), ([plain], user)):
+        assert encode_following(tokenizer, [*unseen, *before], [following])
+    with pytest.raises(InputError, match="role user: it leaves out the thinking of earlier answers"):
+        encode_following(tokenizer, [*unseen, thought, tool, plain], [user])
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(InputError, match="role tool: it does not show an answer as it is"):
         encode_following(tokenizer, [*MESSAGES, plain], [tool])
