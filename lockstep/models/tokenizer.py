@@ -292,7 +292,7 @@ def encode_following(
         raise HistoryRewritten(
             f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept
         )
-    return encode_text(tokenizer, tail)
+    return encode_continuation(tokenizer, tail)
 
 
 def _is_shown(content: Any, text: str) -> bool:
@@ -342,6 +342,16 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = F
     except UnicodeEncodeError as error:
         raise InputError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from error
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that stands after others, without the space that some tokenizers (SentencePiece's) put before
+    the first word of any text."""
+    newline, word = encode_text(tokenizer, "\n"), encode_text(tokenizer, "a")
+    if encode_text(tokenizer, "\na") == newline + word:
+        return encode_text(tokenizer, text)
+    ids = encode_text(tokenizer, f"\n{text}")
+    return ids[len(newline) :] if ids[: len(newline)] == newline else encode_text(tokenizer, text)
 
 
 class TextStream:

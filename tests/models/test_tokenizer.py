@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.models.tokenizer import (
@@ -16,6 +18,7 @@ from lockstep.models.tokenizer import (
     IM_START,
     byte_tokenizer,
     check_vocabulary,
+    encode_continuation,
     encode_following,
     encode_prompt,
     load_tokenizer,
@@ -231,6 +234,24 @@ def test_what_follows_an_answer_is_what_the_template_puts_after_it() -> None:
     assert TOKENIZER.decode(following) == "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     joined = encode_prompt(TOKENIZER, MESSAGES) + TOKENIZER.encode(answer["content"]) + following
     assert joined == encode_prompt(TOKENIZER, [*MESSAGES, answer, tool])
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_text_that_stands_after_others_begins_with_no_space_of_its_own(scheme: str) -> None:
+    """SentencePiece's tokenizers (Mistral, Phi-3) put one before the first word of a text."""
+    characters = ["<unk>", "▁", *"0123456789ab+=:\n"]
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    ids, text = encode_prompt(tokenizer, "12+5="), "12+5="
+    for more in ("17\n", " 17", "\n", "=", ""):
+        ids, text = ids + encode_continuation(tokenizer, more), text + more
+        assert tokenizer.decode(ids) == text
+    following = encode_following(tokenizer, [{"role": "assistant", "content": "a"}], [{"role": "user", "content": "b"}])
+    assert tokenizer.convert_ids_to_tokens(following) == ["\n", "b", "\n"]
+    assert encode_continuation(TOKENIZER, " a\n") == TOKENIZER.encode(" a\n")
 
 
 def test_a_template_that_rewrites_its_past_is_refused() -> None:

@@ -24,9 +24,9 @@ from ...errors import InputError, PromptTooLong, refuse
 from ...models import Decoder, WeightSource
 from ...models.tokenizer import (
     TODAY,
+    encode_continuation,
     encode_following,
     encode_prompt,
-    encode_text,
     max_token_bytes,
     require_prompt_fits,
     shows_today,
@@ -80,7 +80,7 @@ class Policy:
         messages rendered by the model's template."""
         require_prompt_fits(given, self.model.config.max_position_embeddings, self.max_token_bytes)
         if isinstance(given, str):
-            return encode_text(self.tokenizer, given)
+            return encode_continuation(self.tokenizer, given)
         if messages is None:
             raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
         ends = [self.tokenizer.decode([token]) for token in self.model.config.eos_token_ids]
