@@ -216,6 +216,15 @@ def test_verls_function_fails_for_its_own_completion_only() -> None:
     assert scores.totals == [None, None, 0.5] and scores.errors == {"compute_score": 2}
 
 
+def test_a_row_without_extra_info_has_an_empty_one() -> None:
+    """Also among rows that have one, where the column is None for it."""
+    reward = verl_reward(lambda solution_str, ground_truth, extra_info: extra_info.get("index", -1.0))
+    without, none = ({"reward_model": VERL_ROWS[0]["reward_model"]} | more for more in ({}, {"extra_info": None}))
+    for rows, expected in (([without], [-1.0]), ([none, VERL_ROWS[1]], [-1.0, 1.0])):
+        n = len(rows)
+        assert RewardSet([Reward("r", reward)]).score(Completions(["p"] * n, ["a"] * n, [[1]] * n, rows))[1] == expected
+
+
 def test_verls_async_calls_keep_to_their_limit() -> None:
     running, most = 0, 0
 

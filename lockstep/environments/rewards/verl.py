@@ -46,7 +46,7 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
                     "data_source": data_source[index] if data_source else None,
                     "solution_str": completion_text(completion),
                     "ground_truth": ground_truth(reward_model[index]),
-                    "extra_info": extra_info[index] if extra_info else {},
+                    "extra_info": {} if extra_info is None or extra_info[index] is None else extra_info[index],
                 }
             )
             for index, completion in enumerate(completions)
