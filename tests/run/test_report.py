@@ -19,6 +19,7 @@ from lockstep.run.metrics import SUMMARY_FILE, MetricsWriter, write_json
 from lockstep.run.report import write_comparison, write_report
 from lockstep.run.report.curves import CHARTED
 from lockstep.run.report.metric_titles import SECTIONS
+from lockstep.run.report.record import read_record
 from lockstep.run.report.timeline import NAMES
 from lockstep.run.timeline import Timeline
 from lockstep.timings import Span
@@ -171,6 +172,30 @@ def test_a_certificate_that_says_no_outweighs_silent_metrics(tmp_path: Path) -> 
     assert "parity: BROKEN" in read(tmp_path).text
 
 
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ({"tokens_checked": 520, "tokens_different": 3}, "3 of 520 tokens differ"),
+        ({"tokens_checked": 510, "tokens_not_covered": 10}, "10 sampled tokens were not compared"),
+        ({"tokens_checked": 520, "prompt_tokens_routed_differently": 4}, "4 prompt tokens went to other experts"),
+    ],
+)
+def test_what_differed_in_the_step_that_ended_a_run_is_counted(
+    tmp_path: Path, counts: dict[str, int], says: str
+) -> None:
+    write_json(make_run(tmp_path) / "parity.json", {"identical": False, **counts})  # the metrics lack that step
+    assert says in read(tmp_path).text
+
+
+def test_validations_after_an_earlier_process_wrote_the_summary_are_shown(tmp_path: Path) -> None:
+    earlier = {"0": {"validation/reward/mean": 0.25}, "2": {"validation/reward/mean": 0.125}}
+    write_json(
+        make_run(tmp_path) / "summary.json", {"validation": earlier}
+    )  # and steps until the fifth were done since
+    points = [(0.0, 0.25), (1.0, 0.0), (2.0, 0.125), (3.0, 0.25), (4.0, 0.375), (5.0, 0.5)]
+    assert read_record(tmp_path).validations == {"validation/reward/mean": points}
+
+
 def test_ten_thousand_steps_are_no_larger_than_they_look(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path, steps=10_000)).read_text()
     assert len(page) < 1_000_000
@@ -202,6 +227,15 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     overlaid = re.findall(r"<h3>Reward</h3>.*?</svg>", page)[0]
     assert overlaid.count("<polyline") == 2 and 'class="l1 dashed"' in overlaid  # "one" shows under "two"
     assert "Generation, seconds" in text and "time/generate" in text  # a title, and the metric's own name
+
+
+def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    runs = [make_run(tmp_path / name / "run") for name in ("a", "b")]
+    text = Outline(write_comparison(runs, tmp_path / "runs.html").read_text()).text
+    at = text.index("steps")
+    assert text[at - 2 : at] == ["a/run", "b/run"] and "2 runs: a/run, b/run" in text
 
 
 def test_equal_runs_do_not_hide_each_other(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ..timeline import TIMELINE_FILE
 from .curves import comparison_charts, learning_charts, section_charts
 from .metric_titles import LEARNING, PHASES, SECTIONS
 from .page import format_change, format_duration, write_page
-from .record import Record, as_float, changed_fields, read_record
+from .record import Record, as_float, changed_fields, name_apart, read_record
 from .rollouts import choose_samples
 from .timeline import typical_step
 
@@ -48,6 +48,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     """Write a page that compares the runs in `run_dirs`, with their curves overlaid, and return its path."""
     records = [read_record(Path(path)) for path in run_dirs]
+    name_apart(records)
     names = list({name: None for r in records for name in ["reward/mean", *r.validations, *r.metric_names]})
     charts, constant = comparison_charts(records, [name for name in names if not name.startswith("parity/")])
     values = {"figures": _figure_rows(records), "differences": _differences(records), "curves": charts}

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -36,10 +37,10 @@ class Record:
     failure: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     config: RunConfig | None = None  # None also where this version cannot read it
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.path.resolve().name
+    def __post_init__(self) -> None:
+        self.name = self.path.resolve().name
 
     @cached_property
     def metric_names(self) -> list[str]:
@@ -69,23 +70,27 @@ class Record:
 
     @cached_property
     def validations(self) -> dict[str, Metric]:
-        """Each validation metric by steps done. The validation before the first step is only in the summary, which a
-        run that was killed does not have."""
-        found = self.summary.get("validation")
-        if not isinstance(found, dict) or not found:
-            return {name: self.metric(name) for name in self.metric_names if name.startswith("validation/")}
-        points: dict[str, Metric] = {}
-        for step, row in found.items():
+        """Each validation metric by steps done. The validation before the first step is only in the summary. A run that
+        was killed has none, or that of an earlier process, which lacks later validations."""
+        found, points = self.summary.get("validation"), dict[str, dict[float, float]]()
+        for step, row in found.items() if isinstance(found, dict) else ():
             for name, value in row.items() if isinstance(row, dict) else ():
                 at, y = as_float(step), as_float(value)
                 if at is not None and math.isfinite(at) and y is not None:
-                    points.setdefault(name, []).append((at, y))
-        return {name: sorted(line) for name, line in points.items()}
+                    points.setdefault(name, {})[at] = y
+        for name in self.metric_names:
+            if name.startswith("validation/"):
+                points[name] = dict(self.metric(name)) | points.get(name, {})
+        return {name: sorted(line.items()) for name, line in points.items()}
 
     def verdict(self) -> tuple[str, str, str]:
         """The result of the parity check in a word, in a sentence, and as a style."""
         kinds = "checked", "different", "not_covered"
         checked, different, missing = (int(sum(self.values(f"parity/tokens_{kind}"))) for kind in kinds)
+        if self.certificate.get("identical") is False and not different and not missing:  # a step that ended the run
+            checked, different, missing = (self._certified(f"tokens_{kind}") for kind in kinds)
+            if prompts := self._certified("prompt_tokens_routed_differently") * (not different and not missing):
+                return "BROKEN", f"{prompts:,} prompt tokens went to other experts", "bad"
         if missing and not different:
             return "BROKEN", f"{missing:,} sampled tokens were not compared", "bad"
         if different or self.certificate.get("identical") is False:
@@ -93,6 +98,11 @@ class Record:
         if checked or self.certificate.get("identical") is True:
             return "bitwise identical", f"{checked:,} tokens checked, none different", "good"
         return "not checked", "no token was compared between generator and trainer", ""
+
+    def _certified(self, name: str) -> int:
+        """A count of the certificate; 0 where it has none."""
+        count = as_float(self.certificate.get(name))
+        return int(count) if count is not None and math.isfinite(count) else 0
 
     def rollouts(self) -> dict[int, list[dict[str, Any]]]:
         """The groups of the last and of the first recorded step (counted from 0), in this order."""
@@ -143,6 +153,17 @@ def read_record(path: Path) -> Record:
         except InputError:  # perhaps from another version; its text is shown anyway
             record.config = None
     return record
+
+
+def name_apart(records: Sequence[Record]) -> None:
+    """Add to the names of runs whose folders have the same name the folders above, as far as tells them apart."""
+    paths = [record.path.resolve() for record in records]
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    for record, name in zip(records, names, strict=True):
+        record.name = name
 
 
 def changed_fields(record: Record) -> list[tuple[str, Any, Any]]:
