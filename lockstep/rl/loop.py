@@ -79,8 +79,11 @@ class Loop:
         self.ending = EndRequest()  # the signals received by any rank until the end of the latest step
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # the latest step's rollouts and result
 
-    def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
+    def step(self, step: int, lr: float | None = None) -> tuple[dict[str, Any], list[RolloutGroup]]:
         """Run one step. Returns its metrics, the same on every rank, and its rollouts, complete on the first rank only.
+
+        Args:
+            lr: the learning rate, by default that of the schedule.
 
         Raises:
             ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
@@ -90,7 +93,7 @@ class Loop:
         """
         config, trainer, timings = self.config, self.run.trainer, self.run.timings
         weights_version, began, prompts_used = trainer.weights_version, time.perf_counter(), self.prompts_used
-        lr = learning_rate(config.optimizer, step, config.steps)
+        lr = learning_rate(config.optimizer, step, config.steps) if lr is None else lr
         with timings.measure("step", on_device=True, step=step):  # until all that it launched has finished
             with timings.measure("generate", on_device=True):
                 groups, without_reward, counts = self._collect(step)

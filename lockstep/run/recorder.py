@@ -177,17 +177,18 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._add_to_summary(record)
         self._steps_without_metrics = start - len(self._rewards)
 
-    def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
+    def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool | None = None) -> int:
         """Restore the run's state from `loaded`; return the number of steps done. `other_numerics`: accept different
-        arithmetic, and note it in the certificate."""
+        arithmetic, and note it in the certificate; None where a user cannot ask for that."""
         try:
             others = resuming.describe_other_numerics(loaded.state["numerics"], self._current_numerics(loop))
             changed = list(dict.fromkeys(sentence for of_rank in self.world.gather(others) for sentence in of_rank))
             if changed and not other_numerics:
+                verb = "go on" if other_numerics is None else "resume"
+                add = ", or continue with other bits: add --resume-with-other-numerics" * (other_numerics is not None)
                 raise InputError(
-                    f"cannot resume with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. "
-                    "Resume where the run began (OMP_NUM_THREADS sets the threads), or continue with other bits: add "
-                    "--resume-with-other-numerics"
+                    f"cannot {verb} with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. "
+                    f"{verb.capitalize()} where the run began (OMP_NUM_THREADS sets the threads){add}"
                 )
             with loop.run.timings.measure("restore"), self.world.deadline("restoring a checkpoint"):
                 loop.run.trainer.load_state(loaded.by_rank("trainer"), loaded.state["trainer"])

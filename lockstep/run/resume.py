@@ -26,6 +26,7 @@ from . import checkpoint
 from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_records
 
 SUMMARIZED_METRICS = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # in every step's metrics
+_SUMMARIZED_IF_THERE = "time/optim_step", "updates"
 CHECKPOINTS, FINAL_MODEL, MODELS = "checkpoints", "model", "models"
 # The layout of processes; a run may be resumed with any other.
 LAYOUT_FIELDS = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
@@ -184,7 +185,8 @@ def _require_records(run_dir: Path, steps: int) -> None:
     if not (metrics := run_dir / METRICS_FILE).exists():
         return
     for number, record in enumerate(read_records(metrics), start=1):
-        for field in SUMMARIZED_METRICS if record["step"] < steps else ():
+        there = [name for name in _SUMMARIZED_IF_THERE if name in record]
+        for field in (*SUMMARIZED_METRICS, *there) if record["step"] < steps else ():
             value: Any = record.get(field)
             if type(value) not in (int, float) or not abs(value) < sys.float_info.max:
                 raise InputError(

@@ -1,4 +1,4 @@
-"""What `lockstep replay` reads of a record: a damaged one is named before anything is loaded."""
+"""What `lockstep replay` reads of a record, and that it makes a step's weights as the run did."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import DATA, SUM
 
+from lockstep.cli.main import main
 from lockstep.errors import InputError
+from lockstep.run.replay import replay
 from lockstep.run.replay.record import recorded_sample
 
 GIVEN, SAMPLED = {"kind": "given", "tokens": 2, "token_ids": [1, 2]}, {"kind": "sampled", "tokens": 2}
@@ -40,3 +43,20 @@ def test_a_damaged_record_is_named(tmp_path: Path, samples: Any) -> None:
             continue
         with pytest.raises(InputError, match="rollouts.jsonl: what it has of trajectory 0/0/0 is damaged"):
             recorded_sample(tmp_path, 0, 0, 0)
+
+
+def test_a_run_that_was_made_longer_on_any_layout_is_replayed(tmp_path: Path) -> None:
+    decays = "--optimizer.lr-scheduler", "linear", "--optimizer.learning-rate", "1e-2", "--optimizer.warmup-steps", "0"
+    given = "--reward", f"{DATA / 'rewards.py'}:spread", "--checkpoint.interval", "0"
+    small = "sum-digits", "--steps", "3", *SUM[3:]
+    assert main(["train", *small, *decays, *given, "--run-dir", str(tmp_path)]) == 0
+    text = (tmp_path / "config.yaml").read_text()
+    for before, after in (("steps: 3", "steps: 4"), ("fsdp: 0", "fsdp: 2"), ("generator_tp: 1", "generator_tp: 2")):
+        assert before in text
+        text = text.replace(before, after)
+    (tmp_path / "config.yaml").write_text(text)
+    found = replay(tmp_path, "2/0/0")
+    assert found.steps_redone == 2 and found.difference == ""  # with the rates of a run of three steps
+    (tmp_path / "config.yaml").write_text(text.replace("  tp: 1", "  tp: 2"))
+    with pytest.raises(InputError, match="the run has parallel.tp 2"):
+        replay(tmp_path, "2/0/0")

@@ -86,6 +86,9 @@ def test_a_metric_that_is_no_number_is_named_before_anything_is_written(tmp_path
     resume._require_records(tmp_path, 1)  # the second line is of a step that is redone
     with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: time/sync is .*, not a number; delete the line"):
         resume._require_records(tmp_path, 2)
+    path.write_text('{"step": 0, "updates": ' + value + ", " + good + "\n")  # which early versions did not record
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 1: updates is .*, not a number"):
+        resume._require_records(tmp_path, 1)
     path.write_text('{"step": 0}\n')
     with pytest.raises(InputError, match=r"metrics\.jsonl, line 1: time/generate is None, not a number"):
         resume._require_records(tmp_path, 1)

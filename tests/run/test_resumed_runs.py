@@ -349,6 +349,8 @@ def test_other_arithmetic_is_refused_or_said_in_the_certificate(
             "since step_2 was saved, exp, " in errors and "of fixed numbers have other words (c_library was" in errors
         )
         assert "--resume-with-other-numerics" in errors
+        assert main(["replay", str(small_run), "--trajectory", "1/0/0"]) == 2
+        assert capsys.readouterr().err.endswith("Go on where the run began (OMP_NUM_THREADS sets the threads)\n")
         more = ["--steps", "3", "--resume-with-other-numerics"]
         assert main(["train", "--resume", str(small_run), *more]) == 0
     assert not note.exists()

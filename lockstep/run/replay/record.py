@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import InputError, refuse
 from ...rl.loop import Loop
 from ...types import Trajectory
-from ..metrics import ROLLOUTS_FILE, logprobs_digest, read_records
+from ..metrics import METRICS_FILE, ROLLOUTS_FILE, logprobs_digest, read_records
 
 
 def parse_trajectory(trajectory: str) -> tuple[int, int, int]:
@@ -36,6 +36,13 @@ def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[
                 refuse(not _is_complete(found), f"{path}: what it has of trajectory {step}/{group}/{sample} is damaged")
                 return record, found
     raise InputError(f"{path} has no trajectory {step}/{group}/{sample}")
+
+
+def learning_rates(run_dir: Path) -> dict[int, float]:
+    """The learning rates of the recorded steps. A schedule gives others once the run has more steps."""
+    path = run_dir / METRICS_FILE
+    found = {record["step"]: record.get("lr") for record in (read_records(path) if path.exists() else ())}
+    return {step: lr for step, lr in found.items() if isinstance(lr, float)}
 
 
 def _is_complete(recorded: Any) -> bool:

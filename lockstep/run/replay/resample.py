@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...config import LEGACY_CONFIG, RunConfig, yaml_file
+from ...config import LEGACY_CONFIG, ParallelConfig, RunConfig, yaml_file
 from ...errors import refuse
 from ...rl.loop import Loop
 from ...rl.resample import resample_trajectory
@@ -20,8 +20,8 @@ from ...types import TRAIN_DOMAIN, SampleIdentity
 from .. import checkpoint
 from .. import resume as resuming
 from ..recorder import Recorder
-from ..resume import CHECKPOINTS
-from .record import first_difference, given_tokens, parse_trajectory, recorded_sample, sampled_turns
+from ..resume import CHECKPOINTS, LAYOUT_FIELDS
+from .record import first_difference, given_tokens, learning_rates, parse_trajectory, recorded_sample, sampled_turns
 
 Note = Callable[[str], None]
 
@@ -58,7 +58,7 @@ def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note 
     there is no such trajectory or the run cannot be continued as it was. Writes nothing."""
     step, group, sample = parse_trajectory(trajectory)
     record, recorded = recorded_sample(run_dir, step, group, sample)
-    config = resolve(yaml_file.load(run_dir / "config.yaml", base=LEGACY_CONFIG))
+    config = resolve(_on_one_process(yaml_file.load(run_dir / "config.yaml", base=LEGACY_CONFIG)))
     refuse(
         call_tools and config.loss.dynamic_sampling,
         "--call-tools needs to know the data row, which loss.dynamic_sampling does not record; leave it out",
@@ -78,6 +78,15 @@ def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note 
     )
 
 
+def _on_one_process(config: RunConfig) -> RunConfig:
+    """`config` with the layout of one process. Raises `InputError` for a layout that has other bits than that."""
+    tp = config.parallel.tp
+    refuse(tp > 1, f"the run has parallel.tp {tp}: one process, which samples a trajectory again, has other bits")
+    layout = {path.removeprefix("parallel.") for path in LAYOUT_FIELDS}
+    alone = {name: value for name, value in vars(ParallelConfig()).items() if name in layout}
+    return replace(config, parallel=replace(config.parallel, **alone))
+
+
 def _loop_at_step(config: RunConfig, run_dir: Path, step: int, note: Note) -> tuple[Loop, int]:
     """A loop with the weights that `step` sampled with, and the number of steps that were redone to get them."""
     recorder, loaded = Recorder(config, run_dir), checkpoint.latest(run_dir / CHECKPOINTS, step)
@@ -90,9 +99,10 @@ def _loop_at_step(config: RunConfig, run_dir: Path, step: int, note: Note) -> tu
         note("no checkpoint is that old: supervised steps are done again")
         sft_warmup(loop, note)
     warm_up(loop.run)
+    rates = learning_rates(run_dir)
     with serve_rollouts(loop.run):
         for redone in range(start, step):
             reraise_received()
             note(f"step {redone + 1} is done again, of {step} before the trajectory's")
-            loop.step(redone)
+            loop.step(redone, rates.get(redone))
     return loop, step - start
