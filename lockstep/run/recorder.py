@@ -176,6 +176,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         for record in read_records(self.run_dir / METRICS_FILE):
             self._add_to_summary(record)
         self._steps_without_metrics = start - len(self._rewards)
+        self._updates += max(0, self._steps_without_metrics)  # which may have made some
 
     def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool | None = None) -> int:
         """Restore the run's state from `loaded`; return the number of steps done. `other_numerics`: accept different
@@ -268,7 +269,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             "numerics": self._current_numerics(loop),
             "packing": "fewest rows",
             "inputs": self.inputs,
-            "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
+            "seconds": {name: s for name, s in self.summary.items() if name.startswith(("startup", "warmup_s"))}
             | {"total_s": self._total_seconds()},
         }
 

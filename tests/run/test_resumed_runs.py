@@ -437,10 +437,15 @@ def test_seconds_of_a_resumed_run_cover_all_of_it(tmp_path: Path) -> None:
     assert summary["total_s"] > sum(summary[name] for name in ("startup_s", "generator_s", "trainer_s"))
     phases = {name: seconds for name, seconds in summary.items() if name.startswith("startup/")}
     assert {"startup/load", "startup/state", "startup/restore", "startup/gate", "startup/other"} <= phases.keys()
-    assert sum(phases.values()) == pytest.approx(summary["startup_s"] - checkpoint["startup_s"])
+    assert sum(phases.values()) == pytest.approx(summary["startup_s"])  # those of both processes
+    assert summary["startup/load"] > checkpoint["startup/load"] > 0
     timeline = list(read_timeline(run / "timeline.json"))
     assert [s.facts["step"] for _, s in timeline if s.name == "step"] == [0, 1, 2]
     assert {"load", "gate", "validation", "step", "log", "checkpoint", "save_model"} <= {s.name for _, s in timeline}
     assert [process for process, s in timeline if s.name == "restore"] == [2]
     ends = [s.began + s.seconds for process, s in timeline if process == 1]
     assert max(ends) < min(s.began for process, s in timeline if process == 2)
+    assert summary["learned"].startswith("nothing: no update was made in any step")
+    (run / "metrics.jsonl").unlink()  # so nobody knows which steps made updates
+    assert main(["train", "--resume", str(run), "--steps", "4"]) == 0
+    assert json.loads((run / "summary.json").read_text())["learned"] == "reward -1, of one step"
