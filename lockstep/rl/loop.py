@@ -115,7 +115,8 @@ class Loop:
                 wait_for_rollouts = self._holders.send_to_first(generated)
             critic_metrics: dict[str, Any] = {}
             if self.algorithm.has_token_advantages:
-                with self.world.deadline(f"the critic in step {step + 1}"), timings.measure("critic", on_device=True):
+                phase = "critic" if self.algorithm.has_critic else "advantages"
+                with self.world.deadline(f"the {phase} in step {step + 1}"), timings.measure(phase, on_device=True):
                     rollouts = [r for g in groups for r in g.rollouts]
                     for rollout in rollouts:
                         rollout.advantage = 0.0  # of those that the loss masks

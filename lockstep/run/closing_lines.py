@@ -69,23 +69,30 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
     """A command that tries the trained model: on `prompt`, one of the run's problems, if it is a short text of a
     single-turn task; else on the run's validation problems (of data, `task.validation_data` or the rows held out)."""
     model, task, limit = shlex.quote(str(run_dir / "model")), config.task, config.sampling.max_completion_length
-    stop = f" {shlex.join(['--stop', *config.sampling.stop])}" if config.sampling.stop else ""
+    stop = f" {_give('--stop', *config.sampling.stop)}" if config.sampling.stop else ""
     if config.attention_mask is not None:
         model += f" {shlex.join(['--attention', config.attention, '--attention-mask', config.attention_mask])}"
     if isinstance(prompt, str) and len(prompt) <= _MAX_PROMPT_CHARS and prompt.isprintable() and task.turns == 1:
-        asked = f"--prompt {shlex.quote(prompt)} --max-completion-length {limit}{stop}"
+        asked = f"{_give('--prompt', prompt)} --max-completion-length {limit}{stop}"
         return f"lockstep generate --model {model} {asked}"
     if _is_unrewarded(config) or task.filter_overlong_prompts:  # an evaluation may have other limits
         return f"lockstep chat --model {model}{_chat_flags(task)}"
     return f"lockstep eval --model {model} {shlex.join(_evaluation_flags(config))}{stop}"
 
 
+def _give(flag: str, *values: str) -> str:
+    """The words that give a flag its values. One that begins like a flag is joined to it."""
+    if len(values) == 1 and values[0].startswith("-"):
+        return shlex.quote(f"{flag}={values[0]}")
+    return shlex.join([flag, *values])
+
+
 def _chat_flags(task: TaskConfig) -> str:
     """The flags with which `lockstep chat` has the run's system prompt and variables of the chat template."""
-    flags = [] if task.system_prompt is None else ["--system-prompt", task.system_prompt]
+    flags = "" if task.system_prompt is None else f" {_give('--system-prompt', task.system_prompt)}"
     if task.chat_template_kwargs:
-        flags += ["--chat-template-kwargs", *task.chat_template_kwargs]
-    return f" {shlex.join(flags)}" if flags else ""
+        flags += f" {_give('--chat-template-kwargs', *task.chat_template_kwargs)}"
+    return flags
 
 
 def _evaluation_flags(config: RunConfig) -> list[str]:

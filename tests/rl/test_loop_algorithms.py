@@ -129,6 +129,7 @@ def test_kl_in_the_reward(config: RunConfig, monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(loop, "_estimate_kl", lambda groups: found.update(kl := of_groups(groups)) or kl)
     first, groups = loop.step(0)
     assert first["kl"] == 0 and not any(x for kl in found.values() for x in kl)
+    assert "time/critic" not in first  # of no critic
     found.clear()
     second, groups = loop.step(1)
     rollouts = [r for g in groups for r in g.rollouts]

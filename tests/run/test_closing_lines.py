@@ -69,6 +69,9 @@ def test_the_next_command_tries_the_model() -> None:
     words = shlex.split(closing_lines.next_command(stops, folder, None))[2:]
     flags = parse(["eval", *words])
     assert isinstance(flags, Eval) and flags.stop == stops.sampling.stop
+    like_flags = replace(CONFIG, sampling=replace(CONFIG.sampling, stop=("---",)))
+    flags = parse(shlex.split(closing_lines.next_command(like_flags, folder, "--12 34="))[1:])
+    assert isinstance(flags, Generate) and (flags.prompt, flags.stop) == ("--12 34=", ("---",))
     rows = TaskConfig(name="dataset", data="rows.jsonl", reward=("a.py:f", "a.py:g"))
     data = RunConfig(task=rows, sampling=SamplingConfig(max_completion_length=256))
     for prompt in (None, [{"role": "user", "content": "hi"}], "two\nlines", "x" * 61):
