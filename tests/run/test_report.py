@@ -187,13 +187,14 @@ def test_what_differed_in_the_step_that_ended_a_run_is_counted(
     assert says in read(tmp_path).text
 
 
-def test_validations_after_an_earlier_process_wrote_the_summary_are_shown(tmp_path: Path) -> None:
+def test_of_a_summary_that_an_earlier_process_wrote_only_what_still_holds_is_shown(tmp_path: Path) -> None:
     earlier = {"0": {"validation/reward/mean": 0.25}, "2": {"validation/reward/mean": 0.125}}
-    write_json(
-        make_run(tmp_path) / "summary.json", {"validation": earlier}
-    )  # and steps until the fifth were done since
+    stale = {"steps_done": 2, "total_s": 3.0, "startup_s": 2.0, "validation": earlier}  # five steps are recorded
+    write_json(make_run(tmp_path) / "summary.json", stale)
     points = [(0.0, 0.25), (1.0, 0.0), (2.0, 0.125), (3.0, 0.25), (4.0, 0.375), (5.0, 0.5)]
     assert read_record(tmp_path).validations == {"validation/reward/mean": points}
+    text = read(tmp_path).text
+    assert "in total" not in text and "Start-up" not in text and "0.25 → 0.5" in text
 
 
 def test_ten_thousand_steps_are_no_larger_than_they_look(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, nam
 ENDS = 10  # values over which "first" and "last" are means
 
 _FILES = METRICS_FILE, SUMMARY_FILE, ROLLOUTS_FILE, "config.yaml", "parity.json", "failure.json"
+_FROM_THE_START = "recipe", "seed", "version", "environment", "validation"  # what later steps leave in the summary
 _STEP = re.compile(rb'\{"step": (\d{1,15}),')  # how `MetricsWriter` begins a line
 
 Metric = list[tuple[float, float]]  # (steps done, value)
@@ -144,6 +145,9 @@ def read_record(path: Path) -> Record:
     record.certificate, record.failure = _read_object(path / "parity.json"), _read_object(path / "failure.json")
     if (path / METRICS_FILE).exists():
         record.steps = list(read_records(path / METRICS_FILE))
+    done = as_float(record.summary.get("steps_done"))
+    if done is not None and done < len(record.steps):  # an earlier process wrote it
+        record.summary = {name: value for name, value in record.summary.items() if name in _FROM_THE_START}
     config = path / "config.yaml"
     if config.is_file():
         with name_read_errors(config):
