@@ -13,6 +13,7 @@ from .run import (
     idle_warmup_message,
     ineffective_settings,
     newly_ineffective,
+    reference_message,
     require_config,
     require_divisor,
     require_ranks,

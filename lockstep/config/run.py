@@ -260,6 +260,16 @@ def idle_warmup_message(c: RunConfig, ranks: int) -> str | None:
     )
 
 
+def reference_message(c: RunConfig) -> str | None:
+    """A line that tells the user that the KL divergence counts what supervised steps teach; None if it does not."""
+    if c.loss.beta == 0 or not c.trainer.warmup_steps:
+        return None
+    return (
+        "loss.beta: the reference is the model from before the supervised steps, so what these teach counts as "
+        "divergence; to count from there, make them a run of their own (--steps 0), and give its model as --model"
+    )
+
+
 def _describe_trainers(c: RunConfig, ranks: int) -> str:
     """The processes, or groups of them, that shards are dealt to, in words."""
     tp = c.parallel.tp

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig, idle_update_message, idle_warmup_message
+from ..config import RunConfig, idle_update_message, idle_warmup_message, reference_message
 from ..distributed import ONE_PROCESS, World
 from ..errors import InputError, LockstepError
 from ..machine import freeze_gc
@@ -73,9 +73,10 @@ def _train(
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
     display.note_startup(PHASE_NAMES["import"], recorder.imports_s)
-    for idle in idle_update_message(config, world.size), None if loaded else idle_warmup_message(config, world.size):
-        if idle is not None:
-            display.note(idle)
+    of_warmup = () if loaded else (idle_warmup_message(config, world.size), reference_message(config))
+    for message in (idle_update_message(config, world.size), *of_warmup):
+        if message is not None:
+            display.note(message)
     session = TrainingSession(config, world, display, partial(recorder.record_memory_plan, display=display), read)
     loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None

@@ -22,6 +22,7 @@ from lockstep.config import (
     TrainerConfig,
     idle_update_message,
     idle_warmup_message,
+    reference_message,
     resolve_parallel,
 )
 from lockstep.errors import InputError, LockstepError, NonFiniteError, ParityError
@@ -378,6 +379,15 @@ def test_processes_without_an_example_in_a_supervised_step_are_told_of(config: R
 
     words = "supervised steps leave 1 of 4 groups of 2 processes nothing to do; use 4 at least"
     assert told(1, 3) == f"trainer.warmup_batch_size is 3: {words}" and told(1, 4) is told(0, 3) is None
+
+
+def test_a_reference_from_before_supervised_steps_is_told_of(config: RunConfig) -> None:
+    def told(beta: float, steps: int) -> str | None:
+        trainer = replace(config.trainer, warmup_steps=steps)
+        return reference_message(replace(config, trainer=trainer, loss=replace(config.loss, beta=beta)))
+
+    assert told(0, 5) is told(0.1, 0) is None
+    assert (found := told(0.1, 5)) is not None and "the model from before the supervised steps" in found
 
 
 def test_what_ranks_cannot_share_is_refused(config: RunConfig) -> None:
