@@ -181,6 +181,14 @@ def test_several_processes_have_a_part_of_a_reference_each_and_whole_layers_at_a
     assert terms.scoring(w, False) - terms.scoring(w, True) > whole / 2  # called eagerly it is gathered at once
 
 
+def test_a_critic_is_planned_for_and_may_be_frozen_or_trained_alone() -> None:
+    w = workload("qwen3-0.6b", 1)
+    critic = w.with_settings("loss", loss_type="ppo")
+    assert critic.layout.size - w.layout.size == w.model.hidden_size
+    assert critic.with_settings("optimizer", freeze=("value_head",)).layout.size == w.layout.size
+    assert critic.with_settings("optimizer", freeze=("model.*",)).layout.size == w.model.hidden_size
+
+
 def test_a_state_on_the_host_is_planned_there_and_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "available_memory", lambda _: 128 << 30)
     w = workload("qwen3-8b", 1, max_tokens_per_micro_batch=4096)

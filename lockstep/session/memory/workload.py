@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...algorithms import make_algorithm
 from ...config import RunConfig
 from ...distributed import World
 from ...distributed.cells import Cells
@@ -127,9 +128,10 @@ class Workload:
     def b(self) -> int:
         return self.dtype.itemsize
 
-    @property
+    @cached_property
     def decoder(self) -> Decoder:
-        return _decoder(self.model, self.dtype)
+        """The trained model, without memory, with the value head of a critic."""
+        return _decoder(self.model, self.dtype, make_algorithm(self.config.loss).has_critic)
 
     @cached_property
     def layer_parameters(self) -> Sequence[Mapping[str, int]]:
@@ -179,5 +181,8 @@ class Workload:
 
 
 @cache
-def _decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    return Decoder(config, dtype, "meta")
+def _decoder(config: ModelConfig, dtype: torch.dtype, has_critic: bool = False) -> Decoder:
+    decoder = Decoder(config, dtype, "meta")
+    if has_critic:
+        decoder.add_value_head()
+    return decoder
