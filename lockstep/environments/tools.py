@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ..errors import InputError, ToolUnavailable, refuse
 from ..user_functions import is_unicode, safe_str
+from .base import Prompt
 from .calls import run_coroutine, run_in_main_thread
 from .environment import End, Environment, Message, Turn
 
@@ -173,6 +174,11 @@ def _text(content: Any) -> str:
     other = next((part["type"] for part in content if part["type"] != "text"), None)
     refuse(other is not None, f"a tool returned a part of type {other}; only text can be shown to the model")
     return "".join(str(part.get("text", "")) for part in content)
+
+
+def begins_with_chat(environment: type[Environment], prompt: Prompt) -> bool:
+    """Whether the model is given a row's prompt as a chat: its messages, or a text beside tools, which a chat shows."""
+    return isinstance(prompt, list) or issubclass(environment, ToolEnvironment) or any(environment.toolsets())
 
 
 def as_chat(prompt: Any) -> list[Message]:

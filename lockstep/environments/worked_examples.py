@@ -13,6 +13,7 @@ from .base import Problem
 from .codec import ChatCodec
 from .environment import Environment
 from .episodes import Episode, EpisodeContext, EpisodeRunner, Failures, GroupRequest, Limits
+from .tools import begins_with_chat
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,20 @@ def worked_trajectories(
     environment: type[Environment],
     problems: Sequence[Problem],
     codec: ChatCodec,
-    encode_completion: Callable[[str], list[int]],
+    encode_completion: Callable[[str, bool], list[int]],
     limits: Limits,
 ) -> list[Trajectory]:
-    """The trajectory of each problem's worked example, with what its environment gives between turns. `InputError`: the
-    environment continues after the last turn, or `limits` cut the trajectory."""
+    """The trajectory of each problem's worked example, with what its environment gives between turns.
+    `encode_completion` also takes whether the turns are those of a chat. `InputError`: the environment continues after
+    the last turn, or `limits` cut the trajectory."""
     requests = [GroupRequest(i, p, 0, f"worked example {i}") for i, p in enumerate(problems)]
     turns: dict[int, list[Segment]] = {}
     for request in requests:
         texts = environment.worked_turns(request.row, request.problem.worked_example or "")
         reason = "its worked_turns are none; name what is to be learned, or leave the row out"
         refuse(not any(texts), f"{request.where}: {reason}")
-        turns[request.group] = [Segment(encode_completion(text), sampled=True, text=text) for text in texts]
+        in_chat = begins_with_chat(environment, request.problem.prompt)
+        turns[request.group] = [Segment(encode_completion(text, in_chat), sampled=True, text=text) for text in texts]
     longest = max(len(turn.token_ids) for turns_of_one in turns.values() for turn in turns_of_one)
     sampler, sampling = _ScriptedSampler(turns), SamplingParams(max_completion_length=longest)
     context = EpisodeContext(environment, codec, lambda *_: sampler, limits, Failures(allowed=0, setting=""), Timings())

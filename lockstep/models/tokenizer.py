@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -293,6 +293,18 @@ def encode_following(
             f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept
         )
     return encode_continuation(tokenizer, tail)
+
+
+def end_of_answer(
+    tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any], end_tokens: Collection[int]
+) -> int | None:
+    """The one of `end_tokens` with which the chat template ends an answer; the tokenizer's end of sequence if it shows
+    none of them there."""
+    tail = ""
+    with suppress(InputError):  # it may accept other messages
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        tail = render_chat(tokenizer, messages, chat_template_kwargs).rpartition(_MARK)[2]
+    return next((token for token in encode_text(tokenizer, tail) if token in end_tokens), tokenizer.eos_token_id)
 
 
 def _is_shown(content: Any, text: str) -> bool:

@@ -147,7 +147,8 @@ def test_a_template_that_rewrites_its_past_makes_branches() -> None:
         tokenizer.decode,
     )
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str, in_chat: bool) -> list[int]:
+        assert in_chat
         return [*tokenizer.encode(text), tokenizer.eos_token_id]
 
     problem = Problem([{"role": "user", "content": "begin"}], worked_example="")

@@ -62,7 +62,7 @@ def test_a_worked_example_that_a_limit_cuts_is_refused(limits: Limits, cut: str)
         def close(self) -> None:
             closed.append(self)
 
-    whole = (Closing, [problem], tokens, lambda text: list(text.encode()))
+    whole = (Closing, [problem], tokens, lambda text, in_chat: list(text.encode()))
     (made,) = worked_trajectories(*whole, Limits(None, 58, 9))
     assert made.text.endswith("</answer>") and len(made.turns) > 2 and len(closed) == 1
     with pytest.raises(InputError, match=rf"worked example 0 is cut in .*{cut}.* larger task.max_turns or task.max_re"):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small import CONFIG, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,9 +24,11 @@ from lockstep.models.tokenizer import (
     encode_continuation,
     encode_following,
     encode_prompt,
+    end_of_answer,
     load_tokenizer,
     save_tokenizer,
 )
+from lockstep.session.text.policy import Policy
 
 TOKENIZER = byte_tokenizer()
 SPECIAL = END_OF_TEXT, IM_START, IM_END
@@ -48,6 +53,21 @@ def test_messages_go_through_the_chat_template() -> None:
         "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\n12 34?\n<|im_end|>\n<|im_start|>assistant\n"
     )
     assert TOKENIZER.decode(encode_prompt(TOKENIZER, MESSAGES)) == expected
+
+
+def test_an_answer_ends_as_the_chat_template_ends_it() -> None:
+    """By Gemma's and Phi's templates that is not the tokenizer's own end of sequence."""
+    tokenizer, ends = byte_tokenizer(), {256, 258}
+    assert end_of_answer(tokenizer, {}, ends) == tokenizer.eos_token_id == 258
+    template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}END<|im_start|>{% endfor %}"
+    for end, expected in ((END_OF_TEXT, 256), (IM_END, 258), ("\n", 258)):
+        tokenizer.chat_template = template.replace("END", f" {end}")
+        assert end_of_answer(tokenizer, {}, ends) == expected
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert end_of_answer(tokenizer, {}, ends) == 258
+    tokenizer.chat_template = template.replace("END", END_OF_TEXT)
+    policy = Policy(make_model(torch.float32, config=replace(CONFIG, eos_token_ids=(256, 258))), tokenizer)
+    assert [policy.encode_completion("a", in_chat) for in_chat in (True, False)] == [[97, 256], [97, 258]]
 
 
 def test_template_variables_reach_the_template() -> None:

@@ -41,12 +41,8 @@ def suggest_family(values: dict[str, Any]) -> str:
     def similarity(other: str) -> tuple[bool, float, int, float]:
         either = distinctive[other] | given
         shared = len(distinctive[other] & given) / len(either) if either else 1.0
-        return (
-            other.startswith(name),
-            shared,
-            len(commonprefix((name, other))),
-            difflib.SequenceMatcher(None, name, other).ratio(),
-        )
+        alike = len(commonprefix((name, other))), difflib.SequenceMatcher(None, name, other).ratio()
+        return other.startswith(name), shared, *alike
 
     return f"the nearest family that can is {max(FAMILIES, key=similarity)}"
 

@@ -19,7 +19,7 @@ from ...environments import (
     parse_plain_turn,
 )
 from ...environments.base import Encode, Prompt
-from ...environments.tools import ToolEnvironment, as_chat
+from ...environments.tools import ToolEnvironment, as_chat, begins_with_chat
 from ...errors import InputError, PromptTooLong, refuse
 from ...models import Decoder, WeightSource
 from ...models.tokenizer import (
@@ -27,6 +27,7 @@ from ...models.tokenizer import (
     encode_continuation,
     encode_following,
     encode_prompt,
+    end_of_answer,
     max_token_bytes,
     require_prompt_fits,
     shows_today,
@@ -69,9 +70,14 @@ class Policy:
         """An upper bound on the bytes of text that one token stands for."""
         return max_token_bytes(self.tokenizer)
 
-    def encode_completion(self, text: str) -> list[int]:
-        """Token ids of a completion, end-of-sequence token included."""
-        return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+    def encode_completion(self, text: str, in_chat: bool) -> list[int]:
+        """Token ids of a completion with the token that ends it: in a chat that of the chat template."""
+        end = self._end_of_answer if in_chat else self.tokenizer.eos_token_id
+        return [*self.tokenizer.encode(text, add_special_tokens=False), end]
+
+    @cached_property
+    def _end_of_answer(self) -> int | None:
+        return end_of_answer(self.tokenizer, self.template_variables, self.model.config.eos_token_ids)
 
     def encode_following(
         self, messages: list[dict[str, Any]] | None, given: str | list[dict[str, Any]], tools: Sequence[Tool] = ()
@@ -155,8 +161,9 @@ class Policy:
     def _note_if_dated(self, prompt: Prompt, environment: type[Environment]) -> None:
         """Log that the chat template shows the prompt with today's date, if it does."""
         tools, *_ = environment.toolsets() or ((),)
-        is_chat = isinstance(prompt, list) or bool(tools) or issubclass(environment, ToolEnvironment)
-        if is_chat and shows_today(self.tokenizer, as_chat(prompt), self._variables_with(tools)):
+        if begins_with_chat(environment, prompt) and shows_today(
+            self.tokenizer, as_chat(prompt), self._variables_with(tools)
+        ):
             log_notice(
                 "the chat template shows today's date, so a run that is resumed or repeated on another day has other "
                 'prompts; task.chat_template_kwargs %s="%s" keeps the day',
