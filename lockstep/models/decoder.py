@@ -110,7 +110,14 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states after the final norm, [T, D]. Tokens and absolute positions are int64; each mixture-of-experts
         layer appends its router's choices to `routes`."""
-        tables = self._rope_tables(positions_T)
+        rope_TH = ops.rope_table(positions_T, self.inv_freq)
+        if self.rope_factor != 1.0:
+            rope_TH = scale_rope_table(rope_TH, self.rope_factor, self.config.rotary_dim)
+        local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
+        tables = [local_TH if window else rope_TH for window in self.config.windows]
+        if self.zero_inv_freq is not None:
+            zero_TH = ops.rope_table(positions_T, self.zero_inv_freq)
+            tables = [zero_TH if i in self.config.unrotated_layers else table for i, table in enumerate(tables)]
         if self.masks is not None:
             attend.prepare(ops.FlexSizes(tokens_T.shape[0], *self.heads))
         x_TD = ops.gather_rows(self.embed, tokens_T)
@@ -122,18 +129,6 @@ class Decoder(nn.Module):
             if routes is not None and found:
                 routes += found
         return ops.rms_norm(x_TD, self.norm, self.config.rms_norm_eps, self.norm_offset)
-
-    def _rope_tables(self, positions_T: Tensor) -> list[Tensor]:
-        """Each layer's cosines and sines, [T, H]; layers of a kind share them."""
-        rope_TH = ops.rope_table(positions_T, self.inv_freq)
-        if self.rope_factor != 1.0:
-            rope_TH = scale_rope_table(rope_TH, self.rope_factor, self.config.rotary_dim)
-        local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
-        tables = [local_TH if window else rope_TH for window in self.config.windows]
-        if self.zero_inv_freq is not None:
-            zero_TH = ops.rope_table(positions_T, self.zero_inv_freq)
-            tables = [zero_TH if i in self.config.unrotated_layers else table for i, table in enumerate(tables)]
-        return tables
 
 
 @functools.cache

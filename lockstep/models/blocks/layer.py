@@ -84,12 +84,9 @@ class Layer(nn.Module):
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Attention over the normalized stream by this rank's heads, before the output projection."""
-        return self.attend(index, self.project(x_TD), rope_TH, attend)
-
-    def project(self, x_TD: Tensor) -> Tensor:
-        """Queries, keys and values of the normalized stream, [T, E]."""
         norm, eps = self.attention_norm, self.config.rms_norm_eps
-        return ops.norm_linear(x_TD, norm, self.qkv, eps, self.qkv_bias, self.norm_offset)
+        qkv_TE = ops.norm_linear(x_TD, norm, self.qkv, eps, self.qkv_bias, self.norm_offset)
+        return self.attend(index, qkv_TE, rope_TH, attend)
 
     def attend(self, index: int, qkv_TE: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Attention of projected queries, keys and values, after per-head norms (if `qk_norm`) and rotation."""

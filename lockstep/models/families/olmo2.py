@@ -38,6 +38,10 @@ class SpanningNormLayer(Layer):
         k = spread.local_columns(ops.rms_norm(k, k_norm, c.rms_norm_eps))
         return self.attend(index, torch.cat((q, k, v), dim=1), rope_TH, attend)
 
+    def project(self, x_TD: Tensor) -> Tensor:
+        """Queries, keys and values of the normalized stream, [T, E]."""
+        return ops.norm_linear(x_TD, self.attention_norm, self.qkv, self.config.rms_norm_eps, self.qkv_bias)
+
 
 class NormAfterLayer(SpanningNormLayer):
     """Attention and a feed-forward, each followed by a norm."""
@@ -54,6 +58,7 @@ class NormAfterLayer(SpanningNormLayer):
         return ops.norm_add(self.gathered_linear(gated_TF, self.down), self.mlp_norm, x_TD, eps)
 
     def project(self, x_TD: Tensor) -> Tensor:
+        """Queries, keys and values of the stream, [T, E]."""
         return ops.linear(x_TD, self.qkv)
 
 
