@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 from lockstep.environments.rewards.loading import load_rewards
@@ -64,7 +65,7 @@ def test_each_row_has_its_answer_in_a_column_of_its_own() -> None:
 @pytest.mark.usefixtures("library")
 def test_a_number_is_an_answer_however_python_writes_it() -> None:
     completions = ["0.000025", "It is 10000000000000000000000.", "0.5", "5"]
-    assert math_reward(completions, answer=[2.5e-05, 1e22, 0.5, 5.0]) == [1.0] * 4
+    assert math_reward(completions, answer=[2.5e-05, 1e22, np.float64(0.5), 5.0]) == [1.0] * 4
 
 
 @pytest.mark.usefixtures("library")

@@ -46,7 +46,7 @@ def _answer(given: Sequence[Any], reward_model: Any) -> str:
     if found is None and reward_model is not None:
         found = verl_ground_truth(reward_model)
     if isinstance(found, float) and math.isfinite(found):
-        return f"{Decimal(repr(found)):f}"  # in 1e-05, the e would be read as a number of its own
+        return f"{Decimal(repr(float(found))):f}"  # in 1e-05, the e would be read as a number of its own
     return "" if found is None else str(found)
 
 
