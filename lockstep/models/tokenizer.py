@@ -362,8 +362,10 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
     newline, word = encode_text(tokenizer, "\n"), encode_text(tokenizer, "a")
     if encode_text(tokenizer, "\na") == newline + word:
         return encode_text(tokenizer, text)
-    ids = encode_text(tokenizer, f"\n{text}")
-    return ids[len(newline) :] if ids[: len(newline)] == newline else encode_text(tokenizer, text)
+    # after what it does not merge with: newlines merge with one another
+    before, begin = ("a", word) if text[:1].isspace() else ("\n", newline)
+    ids = encode_text(tokenizer, before + text)
+    return ids[len(begin) :] if ids[: len(begin)] == begin else encode_text(tokenizer, text)
 
 
 class TextStream:

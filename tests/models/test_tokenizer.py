@@ -259,14 +259,14 @@ def test_what_follows_an_answer_is_what_the_template_puts_after_it() -> None:
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_text_that_stands_after_others_begins_with_no_space_of_its_own(scheme: str) -> None:
     """SentencePiece's tokenizers (Mistral, Phi-3) put one before the first word of a text."""
-    characters = ["<unk>", "▁", *"0123456789ab+=:\n"]
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>"))
+    tokens = ["<unk>", "▁", *"0123456789ab+=:\n", "\n\n"]
+    backend = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [("\n", "\n")], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     ids, text = encode_prompt(tokenizer, "12+5="), "12+5="
-    for more in ("17\n", " 17", "\n", "=", ""):
+    for more in ("17\n", " 17", "\n", "=", "\n\n17", ""):
         ids, text = ids + encode_continuation(tokenizer, more), text + more
         assert tokenizer.decode(ids) == text
     following = encode_following(tokenizer, [{"role": "assistant", "content": "a"}], [{"role": "user", "content": "b"}])
