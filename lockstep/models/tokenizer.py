@@ -222,14 +222,16 @@ def render_chat(
     day, as text, that the template takes for today. Raises as `encode_prompt`."""
     if not tokenizer.chat_template:
         raise InputError("the prompt is chat messages, but the tokenizer has no chat template; give a text prompt")
-    if TODAY in chat_template_kwargs:
-        template, day = str(tokenizer.chat_template), chat_template_kwargs[TODAY]
-        chat_template_kwargs = {n: v for n, v in chat_template_kwargs.items() if n != TODAY}
-        chat_template_kwargs["chat_template"] = _set_today(template, day)
     try:
+        if TODAY in chat_template_kwargs:
+            day, tools = chat_template_kwargs[TODAY], chat_template_kwargs.get("tools")
+            chat_template_kwargs = {n: v for n, v in chat_template_kwargs.items() if n != TODAY}
+            chat_template_kwargs["chat_template"] = _set_today(tokenizer.get_chat_template(tools=tools), day)
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs
         )
+    except InputError:
+        raise
     except Exception as error:  # Jinja's errors and whatever the template itself raises
         lacks_tools = "tools" in str(tokenizer.chat_template) and not chat_template_kwargs.get("tools")
         hint = "; it reads tools: give them, as in task.chat_template_kwargs" if lacks_tools else ""
@@ -252,7 +254,7 @@ def shows_today(
     """Whether the chat template shows these messages in other words on other days. Raises as `encode_prompt`."""
     if TODAY not in str(tokenizer.chat_template) or TODAY in chat_template_kwargs:
         return False
-    days = ({TODAY: day} for day in ("2000-01-01", "2011-12-31"))
+    days = ({TODAY: day} for day in ("2000-01-01", "2011-12-30"))
     first, second = (render_chat(tokenizer, messages, chat_template_kwargs | day) for day in days)
     return first != second
 

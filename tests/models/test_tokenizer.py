@@ -26,7 +26,9 @@ from lockstep.models.tokenizer import (
     encode_prompt,
     end_of_answer,
     load_tokenizer,
+    render_chat,
     save_tokenizer,
+    shows_today,
 )
 from lockstep.session.text.policy import Policy
 
@@ -209,6 +211,16 @@ def test_templates_of_the_families_say_what_they_want() -> None:
         tokenizer.chat_template = template
         with pytest.raises(InputError, match=message):
             encode_prompt(tokenizer, MESSAGES)
+
+
+def test_the_day_is_that_of_the_template_that_a_chat_is_shown_by() -> None:
+    """Of several, as in Command R's folders, one is for tools."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ strftime_now('%A') }}'s", "tool_use": "{{ tools | length }}"}
+    chat = [{"role": "user", "content": "hi"}]
+    assert shows_today(tokenizer, chat, {}) and not shows_today(tokenizer, chat, {"tools": [TOOL]})
+    assert render_chat(tokenizer, chat, {"strftime_now": "2026-01-31"}) == "Saturday's"
+    assert render_chat(tokenizer, chat, {"strftime_now": "2026-01-31", "tools": [TOOL]}) == "1"
 
 
 def test_text_that_is_not_unicode_is_refused_in_either_form() -> None:
