@@ -289,7 +289,7 @@ def encode_following(
     lost = [i for i, message in enumerate(marked) if _thinking(message) not in head]
     # The prompt may have shown earlier thinking no more than this does: the model has not seen that.
     seen = render_chat(tokenizer, marked[:-1], chat_template_kwargs or {}) if lost and lost[0] < len(before) else ""
-    if any(i == len(before) or _thinking(marked[i]) in seen for i in lost):
+    if any(i == len(before) or _thought_mark(i) in seen and _thought_mark(i) not in head for i in lost):
         kept = [_without_thinking(message) if i in lost else message for i, message in enumerate(messages)]
         raise HistoryRewritten(
             f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept
@@ -333,11 +333,15 @@ def _thinking(message: dict[str, Any]) -> str:
     return thought.strip().removeprefix("<think>").strip()
 
 
+def _thought_mark(number: int) -> str:
+    return f"\ue000\ue002{number}\ue000"
+
+
 def _mark_thinking(message: dict[str, Any], number: int) -> dict[str, Any]:
     """Message `number` with a mark at the end of its thinking, if it has any: the same words may stand elsewhere."""
     if not _thinking(message):
         return message
-    mark = f"\ue000\ue002{number}\ue000"
+    mark = _thought_mark(number)
     if message.get("thinking"):
         return {**message, "thinking": f"{message['thinking'].rstrip()}{mark}"}
     thought, end, said = message["content"].rpartition(_END_OF_THINKING)

@@ -303,6 +303,10 @@ def test_a_template_that_rewrites_its_past_is_refused() -> None:
         assert encode_following(tokenizer, [*unseen, *before], [following])
     with pytest.raises(InputError, match="role user: it leaves out the thinking of earlier answers"):
         encode_following(tokenizer, [*unseen, thought, tool, plain], [user])
+    tokenizer.chat_template = THINKING.replace("else m.content %}", "else m.content.split('<think>')[-1] %}")
+    shown_in_part = {"role": "assistant", "content": "Well. <think>hm</think>4"}
+    with pytest.raises(InputError, match="role user: it leaves out the thinking of earlier answers"):
+        encode_following(tokenizer, [*MESSAGES, shown_in_part, tool, plain], [user])
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(InputError, match="role tool: it does not show an answer as it is"):
         encode_following(tokenizer, [*MESSAGES, plain], [tool])
