@@ -129,9 +129,11 @@ def files() -> list[Path]:
 
 
 def _source_files(folder: os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    """The source files in a folder and those below it; `stat` of one is remembered in part by the system's listing."""
+    """The source files in a folder and in those below it, which links may lead to."""
     with os.scandir(folder) as entries:
         for entry in entries:
+            if entry.is_symlink() and not os.path.exists(entry):  # a link to itself
+                continue
             if entry.name.endswith(SUFFIXES) and entry.name[0] != "." and entry.is_file():
                 yield entry
             elif entry.name != "__pycache__" and entry.is_dir():

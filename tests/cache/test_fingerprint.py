@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from lockstep.cache import loaded_code
 from lockstep.cache.fingerprint import key
 
 TOLD = (  # of cuBLAS and its Lt, and of Triton and what it compiles with
@@ -21,3 +24,16 @@ def test_a_setting_of_what_compiles_or_adds_is_part_of_the_key(name: str, monkey
     assert key("x") != without
     monkeypatch.delenv(name)
     assert key("x") == without
+
+
+def test_source_files_are_those_that_are_imported_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
+    monkeypatch.setattr(loaded_code, "PACKAGE", package)
+    for folder in (elsewhere, package / "below" / "__pycache__"):
+        folder.mkdir(parents=True)
+    for path in ("b.py", "a.c", ".a.py", "a.txt", "below/t.json", "below/__pycache__/a.py", "../elsewhere/c.h"):
+        (package / path).touch()
+    (package / "linked").symlink_to(elsewhere)
+    (package / "round.py").symlink_to("round.py")
+    found = [path.relative_to(package).as_posix() for path in loaded_code.files()]
+    assert found == ["a.c", "b.py", "below/t.json", "linked/c.h"]
