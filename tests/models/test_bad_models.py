@@ -62,6 +62,10 @@ from lockstep.session.build import load_policy
             "short_factor and long_factor of the longrope rope scaling have 1 and 1 numbers; each must have 16",
         ),
         (
+            edited(model_type="phi3", partial_rotary_factor=0.01),
+            "config.json: partial_rotary_factor is 0.01; it must rotate at least 2 of a head's 32 elements",
+        ),
+        (
             edited(model_type="phi3", rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [0]}),
             "config.json: long_factor of the longrope rope scaling is [0]; it must be a list of numbers above 0",
         ),

@@ -45,13 +45,15 @@ def read_rope(raw: Raw) -> dict[str, Any]:
     return {"rope_theta": float(theta), "rope_scaling": scaling_from_hf(raw.values, raw.where)}
 
 
-def read_rotary_factor(raw: Raw, default: float) -> float:
-    """The share of each head that is rotated; `default` is transformers' for the family."""
+def read_rotary_dim(raw: Raw, head_dim: int, default: float) -> int:
+    """The elements of each head that are rotated; `default` is the family's share of them in transformers."""
     both = raw.values.get("rope_scaling") or raw.values.get("rope_parameters") or {}
     found = both.get(PARTIAL_ROTARY, raw.values.get(PARTIAL_ROTARY, default))  # as in transformers
     fits = is_positive(found) and found <= 1
     raw.refuse(not fits, f"{PARTIAL_ROTARY} is {found!r}; it must be a number above 0, and at most 1")
-    return float(found)
+    rotated = int(head_dim * found)
+    raw.refuse(rotated < 2, f"{PARTIAL_ROTARY} is {found!r}; it must rotate at least 2 of a head's {head_dim} elements")
+    return rotated
 
 
 def write_rotary_factor(config: ModelConfig) -> float:

@@ -18,7 +18,7 @@ from .family import (
     Raw,
     golden_tiny,
     read_partial_rope,
-    read_rotary_factor,
+    read_rotary_dim,
     refuse_windows,
     write_rotary_factor,
 )
@@ -29,7 +29,7 @@ def _read(raw: Raw) -> dict[str, Any]:
     head = get("head_dim") or raw.integer("hidden_size") // raw.integer("num_attention_heads")
     return {
         "moe": read_grouped_experts(raw, 1.0),
-        "rotary_dim": int(head * read_rotary_factor(raw, 0.5)),
+        "rotary_dim": read_rotary_dim(raw, head, 0.5),
         "biases": ("qkv",) if get("attention_bias") else (),
         "qk_norm": bool(get("use_qk_norm")),
     }

@@ -20,7 +20,7 @@ from .family import (
     Raw,
     golden_tiny,
     read_partial_rope,
-    read_rotary_factor,
+    read_rotary_dim,
     read_uniform_window,
     require_uniform_windows,
     write_rotary_factor,
@@ -32,7 +32,7 @@ _LONG = "longrope", "su"  # the same, as in transformers
 
 def _read(raw: Raw) -> dict[str, Any]:
     head_dim = raw.values.get("head_dim") or raw.integer("hidden_size") // raw.integer("num_attention_heads")
-    rotated, window = int(head_dim * read_rotary_factor(raw, 1.0)), raw.values.get("sliding_window")
+    rotated, window = read_rotary_dim(raw, head_dim, 1.0), raw.values.get("sliding_window")
     reached = not window or window < raw.integer("max_position_embeddings")
     return {"rotary_dim": rotated % head_dim, **(read_uniform_window(raw) if reached else {})}
 
