@@ -13,7 +13,7 @@ from os.path import commonprefix
 from typing import Any
 
 from ..errors import InputError
-from ..models.tokenizer import encode_text, render_chat, require_prompt_fits
+from ..models.tokenizer import encode_continuation, encode_text, render_chat, require_prompt_fits
 from ..session.text.messages import Message
 from ..session.text.policy import Policy
 from ..session.text.tool_calls import ToolFormat, begins_thought
@@ -61,9 +61,13 @@ def encode_chat(
         if turn is None or turn.start < encoded:  # not rendered as it was sampled, or only where an earlier turn is
             lost += 1
             continue
-        ids += encode_text(policy.tokenizer, text[encoded : turn.start]) + sampled
+        ids += _encode_after(policy, ids, text[encoded : turn.start]) + sampled
         encoded, kept = turn.stop, kept + 1
-    return ChatPrompt(ids + encode_text(policy.tokenizer, text[encoded:]), kept, lost, begins_thought(text))
+    return ChatPrompt(ids + _encode_after(policy, ids, text[encoded:]), kept, lost, begins_thought(text))
+
+
+def _encode_after(policy: Policy, ids: list[int], text: str) -> list[int]:
+    return (encode_continuation if ids else encode_text)(policy.tokenizer, text)
 
 
 def _sampled_tokens(message: Message, index: int, vocabulary: int) -> list[int]:
@@ -98,8 +102,8 @@ def _locate_turn(policy: Policy, text: str, before: str, sampled: list[int], for
     it; None if `text` does not have what was sampled. The range begins after the common prefix, since the generation
     prompt may end in text that past turns do not have."""
     ended = sampled[-1] in policy.model.config.eos_token_ids
-    tokenizer = policy.tokenizer
-    closing = tokenizer.decode(sampled[-1:], skip_special_tokens=False) if ended else tokenizer.eos_token
+    end_token = sampled[-1] if ended else policy.end_of_answer
+    closing = "" if end_token is None else policy.tokenizer.decode([end_token], skip_special_tokens=False)
     start = len(commonprefix([text, before]))
     end = text.find(closing, start) if closing else -1
     if end < 0 or not _is_same_turn(text[start:end], policy.decode_for(sampled, form), form):

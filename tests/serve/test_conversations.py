@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripted import (
     ADD,
     BRACKETS,
@@ -24,6 +25,7 @@ from scripted import (
     templates,
 )
 from serving import Running, running
+from small import CONFIG, make_model
 
 from lockstep.errors import PromptTooLong
 from lockstep.models.tokenizer import byte_tokenizer
@@ -32,6 +34,7 @@ from lockstep.serve.service import Service
 from lockstep.serve.settings import Settings
 from lockstep.session.generate import LLM
 from lockstep.session.text.messages import normalize_chat
+from lockstep.session.text.policy import Policy
 from lockstep.types import SamplingParams
 
 ADDS = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
@@ -128,6 +131,18 @@ def test_a_cut_turn_goes_on_with_the_end_that_the_template_gives(served: Running
     so_far = first.prompt_token_ids + first.choices[0].token_ids
     ending = "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
     assert second.prompt_token_ids == so_far + served.llm.policy.tokenizer.encode(ending, add_special_tokens=False)
+
+
+def test_a_cut_turn_ends_as_the_chat_template_ends_answers() -> None:
+    """By Gemma's and Phi's templates that is not the tokenizer's own end of sequence."""
+    tokenizer: Any = byte_tokenizer()
+    one = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|endoftext|>{% endfor %}"
+    tokenizer.chat_template = one + "{% if add_generation_prompt %}assistant:{% endif %}"
+    policy = Policy(make_model(torch.float32, config=replace(CONFIG, eos_token_ids=(256, 258))), tokenizer)
+    cut = {"role": "assistant", "content": "ab", "token_ids": [97, 98]}
+    prompt = encode_chat(policy, [*ASK, cut, *ASK], {}, None)
+    assert (prompt.kept, prompt.encoded_again) == (1, 0)
+    assert tokenizer.decode(prompt.token_ids).count("ab<|endoftext|>user") == 1
 
 
 def test_what_a_client_changed_is_text(served: Running) -> None:

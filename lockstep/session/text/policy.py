@@ -72,11 +72,12 @@ class Policy:
 
     def encode_completion(self, text: str, in_chat: bool) -> list[int]:
         """Token ids of a completion with the token that ends it: in a chat that of the chat template."""
-        end = self._end_of_answer if in_chat else self.tokenizer.eos_token_id
+        end = self.end_of_answer if in_chat else self.tokenizer.eos_token_id
         return [*self.tokenizer.encode(text, add_special_tokens=False), end]
 
     @cached_property
-    def _end_of_answer(self) -> int | None:
+    def end_of_answer(self) -> int | None:
+        """The token with which the chat template ends an answer; None if neither it nor the tokenizer has one."""
         return end_of_answer(self.tokenizer, self.template_variables, self.model.config.eos_token_ids)
 
     def encode_following(
