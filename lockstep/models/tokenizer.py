@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import date
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -365,13 +366,17 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = F
 def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that stands after others, without the space that some tokenizers (SentencePiece's) put before
     the first word of any text."""
-    newline, word = encode_text(tokenizer, "\n"), encode_text(tokenizer, "a")
-    if encode_text(tokenizer, "\na") == newline + word:
+    if _adds_nothing_before(tokenizer):
         return encode_text(tokenizer, text)
-    # after what it does not merge with: newlines merge with one another
-    before, begin = ("a", word) if text[:1].isspace() else ("\n", newline)
-    ids = encode_text(tokenizer, before + text)
+    before = "a" if text[:1].isspace() else "\n"  # what the text does not merge with: newlines merge with one another
+    begin, ids = encode_text(tokenizer, before), encode_text(tokenizer, before + text)
     return ids[len(begin) :] if ids[: len(begin)] == begin else encode_text(tokenizer, text)
+
+
+@lru_cache(maxsize=4)
+def _adds_nothing_before(tokenizer: PreTrainedTokenizerBase) -> bool:
+    newline, word, both = (encode_text(tokenizer, text) for text in ("\n", "a", "\na"))
+    return both == newline + word
 
 
 class TextStream:

@@ -34,20 +34,13 @@ MODELS = {
     "gpt-oss-20b, 2 layers": replace(ARCHITECTURES["gpt-oss-20b"], num_layers=2, vocab_size=4096, **WINDOW),
     "phi3-mini, 2 layers": replace(ARCHITECTURES["phi3-mini"], num_layers=2, vocab_size=4096, **WINDOWS),
     "phi4-mini, 2 layers": replace(
-        ARCHITECTURES["phi3-mini"],
-        num_layers=2,
-        vocab_size=4096,
-        num_heads=24,
-        num_kv_heads=8,
-        head_dim=128,
-        rotary_dim=96,
-        rope_scaling=LongRopeScaling((1.0,) * 48, (2.0,) * 48, 4096, 131072),
-        tie_word_embeddings=True,
-        sliding_layers=(),
-    ),  # fmt: skip
+        ARCHITECTURES["phi3-mini"], num_layers=2, vocab_size=4096, num_heads=24, num_kv_heads=8, head_dim=128,
+        rotary_dim=96, rope_scaling=LongRopeScaling((1.0,) * 48, (2.0,) * 48, 4096, 131072),
+        tie_word_embeddings=True, sliding_layers=(),
+    ),
     "mixtral-8x7b, 2 layers": replace(ARCHITECTURES["mixtral-8x7b"], num_layers=2, vocab_size=4096),
     "glm4.5-air, 2 layers": replace(ARCHITECTURES["glm4.5-air"], num_layers=2, vocab_size=4096),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -31,13 +31,13 @@ def math_reward(
     The completion's answer is its boxed expression, else its last one; reasoning before `</think>` does not count. The
     row's is in the first that it has of `solution`, `answer`, `ground_truth` and verl's `reward_model`: alone, in
     LaTeX, or after GSM8K's `####`."""
-    given = [column for column in (solution, answer, ground_truth, reward_model) if column is not None]
-    if not given:
+    columns = [column for column in (solution, answer, ground_truth) if column is not None]
+    if not columns and reward_model is None:
         raise InputError(f"needs a column with the answer: {', '.join(ANSWER_COLUMNS)}")
     _require_package()
-    verl = reward_model is not None
-    answers = [_answer(row[: len(row) - verl], row[-1] if verl else None) for row in zip(*given, strict=True)]
-    return [_score(completion_text(c), answer) for c, answer in zip(completions, answers, strict=True)]
+    models = [None] * len(completions) if reward_model is None else reward_model
+    rows = zip(completions, models, *columns, strict=True)
+    return [_score(completion_text(completion), _answer(given, model)) for completion, model, *given in rows]
 
 
 def _answer(given: Sequence[Any], reward_model: Any) -> str:

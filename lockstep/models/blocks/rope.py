@@ -55,6 +55,8 @@ class LongRopeScaling:
     `attention_factor` or, without it, by a function of `factor` or, without that, of the ratio of the contexts.
     """
 
+    rope_type: ClassVar[str] = "longrope"
+
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
@@ -85,6 +87,8 @@ class YarnScaling:
     to whole pairs. Cosines and sines are multiplied by `attention_factor` or, without it, by a function of `factor` and
     the `mscale`s.
     """
+
+    rope_type: ClassVar[str] = "yarn"
 
     factor: float
     original_max_position_embeddings: int
@@ -218,10 +222,7 @@ def scaling_to_hf(scaling: Scaling | None) -> dict[str, Any]:
     """The entries of `rope_parameters` next to `rope_theta`."""
     if scaling is None:
         return {"rope_type": "default"}
-    if not isinstance(scaling, RopeScaling):
-        kind = "yarn" if isinstance(scaling, YarnScaling) else "longrope"
-        given = {key: value for key, value in vars(scaling).items() if value is not None}
-        return {"rope_type": kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}}
     if scaling.rope_type == "linear":
         return {"rope_type": "linear", "factor": scaling.factor}
-    return dict(vars(scaling))
+    given = {key: value for key, value in vars(scaling).items() if value is not None}
+    return {"rope_type": scaling.rope_type, **{k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}}

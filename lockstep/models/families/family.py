@@ -34,6 +34,11 @@ class Raw:
             raise InputError(f"{self.where}: {name} is {value!r}; it must be an integer")
         return value
 
+    @property
+    def head_dim(self) -> int:
+        """The elements of a head: as given, or else its share of the hidden state."""
+        return self.values.get("head_dim") or self.integer("hidden_size") // self.integer("num_attention_heads")
+
     def refuse(self, condition: Any, what: str) -> None:
         """Raise `InputError` naming the file if `condition` holds."""
         refuse(bool(condition), f"{self.where}: {what}")
@@ -45,12 +50,13 @@ def read_rope(raw: Raw) -> dict[str, Any]:
     return {"rope_theta": float(theta), "rope_scaling": scaling_from_hf(raw.values, raw.where)}
 
 
-def read_rotary_dim(raw: Raw, head_dim: int, default: float) -> int:
+def read_rotary_dim(raw: Raw, default: float) -> int:
     """The elements of each head that are rotated; `default` is the family's share of them in transformers."""
     both = raw.values.get("rope_scaling") or raw.values.get("rope_parameters") or {}
     found = both.get(PARTIAL_ROTARY, raw.values.get(PARTIAL_ROTARY, default))  # as in transformers
     fits = is_positive(found) and found <= 1
     raw.refuse(not fits, f"{PARTIAL_ROTARY} is {found!r}; it must be a number above 0, and at most 1")
+    head_dim = raw.head_dim
     rotated = int(head_dim * found)
     raw.refuse(rotated < 2, f"{PARTIAL_ROTARY} is {found!r}; it must rotate at least 2 of a head's {head_dim} elements")
     return rotated

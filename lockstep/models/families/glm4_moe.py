@@ -26,10 +26,9 @@ from .family import (
 
 def _read(raw: Raw) -> dict[str, Any]:
     get = raw.values.get
-    head = get("head_dim") or raw.integer("hidden_size") // raw.integer("num_attention_heads")
     return {
         "moe": read_grouped_experts(raw, 1.0),
-        "rotary_dim": read_rotary_dim(raw, head, 0.5),
+        "rotary_dim": read_rotary_dim(raw, 0.5),
         "biases": ("qkv",) if get("attention_bias") else (),
         "qk_norm": bool(get("use_qk_norm")),
     }

@@ -31,10 +31,9 @@ _LONG = "longrope", "su"  # the same, as in transformers
 
 
 def _read(raw: Raw) -> dict[str, Any]:
-    head_dim = raw.values.get("head_dim") or raw.integer("hidden_size") // raw.integer("num_attention_heads")
-    rotated, window = read_rotary_dim(raw, head_dim, 1.0), raw.values.get("sliding_window")
+    window = raw.values.get("sliding_window")
     reached = not window or window < raw.integer("max_position_embeddings")
-    return {"rotary_dim": rotated % head_dim, **(read_uniform_window(raw) if reached else {})}
+    return {"rotary_dim": read_rotary_dim(raw, 1.0) % raw.head_dim, **(read_uniform_window(raw) if reached else {})}
 
 
 def _read_rope(raw: Raw) -> dict[str, Any]:
@@ -53,7 +52,6 @@ def _read_rope(raw: Raw) -> dict[str, Any]:
             f"{name} of the longrope rope scaling is {value!r}; it must be a number above 0",
         )
     theta = values.get("rope_theta") or raw.values.get("rope_theta") or 10000.0
-    raw.refuse(not is_positive(theta), f"rope_theta is {theta!r}; it must be a number above 0")
     return {
         "rope_theta": float(theta),
         "rope_scaling": LongRopeScaling(factors[0], factors[1], original, whole, **given),

@@ -43,7 +43,7 @@ def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
     raw = Raw(values, where)
     fields = {ours: raw.integer(theirs) for ours, theirs in _SIZES.items()}
     fields["num_kv_heads"] = raw.integer("num_key_value_heads", "num_attention_heads")
-    fields["head_dim"] = values.get("head_dim") or fields["hidden_size"] // fields["num_heads"]
+    fields["head_dim"] = raw.head_dim
     config = ModelConfig(
         rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
