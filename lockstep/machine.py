@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ OPENMP_SPIN_COUNT = "2000"  # about 0.1 ms, the time from one operator to the ne
 _CGROUPS = "/sys/fs/cgroup"
 _PINNED_FROM = 64 << 20  # bytes from which on a host buffer is pinned
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
+_TOUCHING_THREADS = 16
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _visible_gpu: tuple[int, str] | None = None  # this process's local rank and GPU, set by `restrict_to_local_gpu`
@@ -330,8 +332,9 @@ def allocate_host_buffer(size: int, pinned: bool) -> torch.Tensor:
     memory = numpy.zeros(size, numpy.uint8)  # pages are allocated when first touched
     buffer = torch.from_numpy(memory)
     if pinned and size >= _PINNED_FROM:
-        with ThreadPoolExecutor(8) as pool:  # touched pages are pinned much faster
-            list(pool.map(torch.Tensor.zero_, buffer.chunk(8)))
+        parts = numpy.array_split(memory[:: mmap.PAGESIZE], _TOUCHING_THREADS)
+        with ThreadPoolExecutor(_TOUCHING_THREADS) as pool:  # touched pages are pinned much faster
+            list(pool.map(lambda part: part.fill(0), parts))
         runtime, begin = torch.cuda.cudart(), buffer.data_ptr()
         if int(runtime.cudaHostRegister(begin, size, _REGISTER_PORTABLE)):
             raise InputError(

@@ -155,6 +155,10 @@ class AdamW:
     def update_offloaded(self) -> None:
         """Do the part of an update that is outside the graph: nothing in this class."""
 
+    def warm_up_offloaded(self) -> None:
+        """Launch the kernels of `update_offloaded` once, after an `update` that was not applied, and clear gradients as
+        it does; nothing is copied from or to the host."""
+
     def reset(self) -> None:
         """Zero the moments and step counts; the masters stay."""
         for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
@@ -221,7 +225,9 @@ class OffloadedAdamW(AdamW):
         self._copied_back = [self._device.Event() for _ in self._chunks]  # recorded when a chunk's buffer is free again
         self._to_device, self._to_host = self._device.Stream(), self._device.Stream()
         for piece in self._pieces if masters else ():
-            self.master[piece.begin : piece.end].copy_(weights[piece.begin : piece.end])
+            chunk = self._chunks[0][0, : piece.end - piece.begin]
+            chunk.copy_(weights[piece.begin : piece.end])  # a copy to the host that converts would do so there, slowly
+            self.master[piece.begin : piece.end].copy_(chunk)
 
     def inputs(self) -> graph.Inputs:
         return graph.Inputs(grad={"grad": self.flat.grad}, buffer={"decided": self.decided, **self.flat.counted})
@@ -235,8 +241,7 @@ class OffloadedAdamW(AdamW):
     def update_offloaded(self) -> None:
         """Do the update that `update` decided, without waiting for the device. Copies to the host may still be under
         way on return (`synchronize`)."""
-        lr, grad_scale, applied = self.decided.unbind()
-        step, computing = ops.AdamWStep(lr, grad_scale, applied != 0), self._device.current_stream()
+        step, computing = self._decided_step(), self._device.current_stream()
         self._to_device.wait_stream(self._to_host)
         for i, piece in enumerate(self._pieces):
             on_device, copied_back = self._chunks[i % 2][:, : piece.end - piece.begin], self._copied_back[i % 2]
@@ -253,6 +258,17 @@ class OffloadedAdamW(AdamW):
                 for chunk, host in zip(on_device, on_host, strict=True):
                     host.copy_(chunk, non_blocking=True)
             copied_back.record(self._to_host)
+
+    def warm_up_offloaded(self) -> None:
+        self.flat.grad.zero_()
+        for piece in {piece.end - piece.begin: piece for piece in self._pieces}.values():
+            state = self._state(piece, self._chunks[0][:, : piece.end - piece.begin], self.steps.clone())
+            state.master.copy_(self.flat.data[piece.begin : piece.end])  # which is rounded to the weights in any case
+            self._apply(state, self._decided_step(), piece)
+
+    def _decided_step(self) -> ops.AdamWStep:
+        lr, grad_scale, applied = self.decided.unbind()
+        return ops.AdamWStep(lr, grad_scale, applied != 0)
 
     def _state(self, piece: ParameterGroup, chunk: Tensor, steps: Tensor) -> ops.AdamWState:
         weights, grad = (x[piece.begin : piece.end] for x in (self.flat.data, self.flat.grad))

@@ -194,7 +194,7 @@ class Trainer:
         self._statistics.fill_(math.nan)  # the loss is not finite, so the update is refused
         try:
             self.programs.by_name["optim_step"]()  # clears the gradients
-            self.optimizer.update_offloaded()
+            self.optimizer.warm_up_offloaded()
         finally:
             self._results.reset()
             self._statistics.zero_()
