@@ -319,28 +319,50 @@ def prepare_nccl(communicators: int = 1) -> None:
         os.environ[name] = "0"
 
 
-def allocate_host_buffer(size: int, pinned: bool) -> torch.Tensor:
-    """A zeroed host buffer of `size` bytes, uint8. If `pinned` and not small, it is pinned, so that CUDA copies run
-    asynchronously at full bandwidth. (torch rounds pinned allocations up to a power of two.) `InputError`: the system
-    pins no more memory."""
-    import weakref
-    from concurrent.futures import ThreadPoolExecutor
+class HostBuffer:
+    """A zeroed buffer in host memory. If `pinned` and not small, it will be pinned, so that CUDA copies run
+    asynchronously at full bandwidth. (torch rounds pinned allocations up to a power of two.) Threads touch its pages
+    while its owner does other work, as a new virtual machine may get no more than some 4 GiB a second.
 
-    import numpy
-    import torch
+    Attributes:
+        tensor: uint8 [size]; not to be read or written before `wait`.
+    """
 
-    memory = numpy.zeros(size, numpy.uint8)  # pages are allocated when first touched
-    buffer = torch.from_numpy(memory)
-    if pinned and size >= _PINNED_FROM:
-        parts = numpy.array_split(memory[:: mmap.PAGESIZE], _TOUCHING_THREADS)
-        with ThreadPoolExecutor(_TOUCHING_THREADS) as pool:  # touched pages are pinned much faster
-            list(pool.map(lambda part: part.fill(0), parts))
-        runtime, begin = torch.cuda.cudart(), buffer.data_ptr()
-        if int(runtime.cudaHostRegister(begin, size, _REGISTER_PORTABLE)):
+    def __init__(self, size: int, pinned: bool) -> None:
+        import numpy
+        import torch
+
+        self._memory = numpy.zeros(size, numpy.uint8)  # pages are allocated when first touched
+        self.tensor = torch.from_numpy(self._memory)
+        self._touching = list[threading.Thread]()
+        if pinned and size >= _PINNED_FROM:
+            for part in numpy.array_split(self._memory[:: mmap.PAGESIZE], _TOUCHING_THREADS):
+                self._touching.append(threading.Thread(target=part.fill, args=(0,), daemon=True))
+                self._touching[-1].start()
+
+    def wait(self) -> None:
+        """Wait until all pages are allocated, and pin them. `InputError`: the system pins no more memory."""
+        import weakref
+
+        import torch
+
+        if not self._touching:
+            return
+        for thread in self._touching:
+            thread.join()
+        self._touching = []
+        runtime, begin, size = torch.cuda.cudart(), self.tensor.data_ptr(), self.tensor.nbytes
+        if int(runtime.cudaHostRegister(begin, size, _REGISTER_PORTABLE)):  # much faster for pages that were touched
             raise InputError(
                 f"the system does not pin {size / 2**30:.1f} GiB of the host's memory (ulimit -l); leave "
                 "optimizer.offload off, and checkpoint.interval at 0"
             )
         # Tied to the array, which all tensors on it keep alive; a view of another dtype does not keep its base.
-        weakref.finalize(memory, runtime.cudaHostUnregister, begin).atexit = False
-    return buffer
+        weakref.finalize(self._memory, runtime.cudaHostUnregister, begin).atexit = False
+
+
+def allocate_host_buffer(size: int, pinned: bool) -> torch.Tensor:
+    """The tensor of a `HostBuffer` that is ready; raises as `HostBuffer.wait`."""
+    buffer = HostBuffer(size, pinned)
+    buffer.wait()
+    return buffer.tensor

@@ -136,6 +136,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         making = Timings(observer=display).measure("graphs") if runtime.compiles else nullcontext()  # only for display
         with self.world.deadline("making and checking graphs", timeouts=10), making:
             warm_up(loop.run)
+        loop.run.complete_state()
         if runtime.compiles:
             graphs = sum(len(function.graphs) for function in runtime.programs)
             made = f"layers: {runtime.captures} variants compiled"

@@ -183,8 +183,6 @@ class TrainingSession(Session):
         if frozen is None and config.loss.beta > 0:
             frozen = load_reference(self.policy, world)
         with timings.measure("state"):
-            if state_bytes := self.plan.host.get(STATE_ON_HOST):
-                timings.report_progress(f"{state_bytes / GIB:.0f} GiB of the host's memory")
             self.trainer = Trainer(
                 model,
                 config.optimizer,
@@ -205,6 +203,13 @@ class TrainingSession(Session):
         self.engine = self.new_engine(self.plan.cache_tokens, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
         self.preloaded = finish_preload()
+
+    def complete_state(self) -> None:
+        """Wait for the memory of the optimizer's state, which a host allocates beside other work."""
+        with self.timings.measure("state"):
+            if state_bytes := self.plan.host.get(STATE_ON_HOST):
+                self.timings.report_progress(f"{state_bytes / GIB:.0f} GiB of the host's memory")
+            self.trainer.optimizer.complete_state()
 
     @property
     def max_prompt_tokens(self) -> int | None:

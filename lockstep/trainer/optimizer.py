@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import graph, ops
 from ..config import OptimizerConfig
 from ..errors import refuse
-from ..machine import allocate_host_buffer
+from ..machine import HostBuffer
 from ..models import Decoder, select_by_pattern
 from .parameters import Buffer, FlatParameters
 
@@ -159,6 +159,9 @@ class AdamW:
         """Launch the kernels of `update_offloaded` once, after an `update` that was not applied, and clear gradients as
         it does; nothing is copied from or to the host."""
 
+    def complete_state(self) -> None:
+        """Wait until all memory of the state is allocated."""
+
     def reset(self) -> None:
         """Zero the moments and step counts; the masters stay."""
         for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
@@ -204,7 +207,8 @@ CHUNK = 1 << 24  # elements in a chunk of the state; two chunks are on the devic
 class OffloadedAdamW(AdamW):
     """`AdamW` with moments and masters in host memory, pinned if the device is a GPU, and the same bits. The update's
     graph decides whether and how to update; `update_offloaded` then does so chunk by chunk. Each chunk of the state is
-    copied to the device, updated, and copied back, overlapping the copies of its neighbours.
+    copied to the device, updated, and copied back, overlapping the copies of its neighbours. The host's memory is
+    allocated beside the work that follows, until something needs the state (`complete_state`).
 
     Attributes:
         decided: float32 [3]: learning rate, gradient scale, and whether the update is applied.
@@ -213,7 +217,8 @@ class OffloadedAdamW(AdamW):
     def _make_state(self) -> None:
         weights, size = self.flat.data, self.flat.layout.size
         on_gpu, masters = weights.is_cuda, weights.dtype != torch.float32
-        host = allocate_host_buffer((2 + masters) * size * 4, on_gpu).view(torch.float32).view(-1, size)
+        self._memory: HostBuffer | None = HostBuffer((2 + masters) * size * 4, on_gpu)  # until the state is complete
+        host = self._memory.tensor.view(torch.float32).view(-1, size)
         self.exp_avg, self.exp_avg_sq = host[:2]
         self.master = host[2] if masters else weights
         self._host = list(host)
@@ -224,9 +229,15 @@ class OffloadedAdamW(AdamW):
         self._chunks = [torch.empty(len(host), largest, device=weights.device) for _ in range(2)]
         self._copied_back = [self._device.Event() for _ in self._chunks]  # recorded when a chunk's buffer is free again
         self._to_device, self._to_host = self._device.Stream(), self._device.Stream()
-        for piece in self._pieces if masters else ():
+
+    def complete_state(self) -> None:
+        if self._memory is None:
+            return
+        self._memory.wait()
+        self._memory = None
+        for piece in self._pieces if self.master is not self.flat.data else ():
             chunk = self._chunks[0][0, : piece.end - piece.begin]
-            chunk.copy_(weights[piece.begin : piece.end])  # a copy to the host that converts would do so there, slowly
+            chunk.copy_(self.flat.data[piece.begin : piece.end])  # the host would convert them slowly
             self.master[piece.begin : piece.end].copy_(chunk)
 
     def inputs(self) -> graph.Inputs:
@@ -241,6 +252,7 @@ class OffloadedAdamW(AdamW):
     def update_offloaded(self) -> None:
         """Do the update that `update` decided, without waiting for the device. Copies to the host may still be under
         way on return (`synchronize`)."""
+        self.complete_state()
         step, computing = self._decided_step(), self._device.current_stream()
         self._to_device.wait_stream(self._to_host)
         for i, piece in enumerate(self._pieces):
@@ -278,6 +290,7 @@ class OffloadedAdamW(AdamW):
 
     def synchronize(self) -> None:
         """Wait until the host may read and write the state."""
+        self.complete_state()
         self._device.synchronize()
 
     def reset(self) -> None:

@@ -65,7 +65,7 @@ def test_the_plan_counts_what_is_held(
 def test_whole_steps_of_graphs_have_the_bits_of_a_state_on_the_device(
     make_model: Callable[..., Decoder], make_groups: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And making the graphs changes nothing."""
+    """And making the graphs neither waits for the host's memory nor changes the state."""
     monkeypatch.setattr(optimizer, "CHUNK", 7 * 1024)
     found = []
     for offload, runtime in ((False, None), (True, Runtime(CompileConfig("step"), torch.device("cpu")))):
@@ -75,6 +75,7 @@ def test_whole_steps_of_graphs_have_the_bits_of_a_state_on_the_device(
         )
         trainer = Trainer(make_model(torch.bfloat16), config, LossConfig(), enforce_parity=False, **given)
         trainer.warm_up([BatchShape(96, 48, 8, 40)], SamplingParams(), check_parity=False)
+        assert not offload or trainer.optimizer._memory is not None
         for seed in range(3):
             trainer.forward_backward(one_batch(make_groups(seed=seed), check_parity=False))
             assert trainer.optim_step(LR).applied
