@@ -35,10 +35,13 @@ PHASES = "generate", "forward_backward"
 
 def operations(arch: str, size: Size, prompt: int, response: float) -> float:
     """Of the products of a training step: of prompts of so many tokens each once, and the head where a completion's are
-    scored, so many each on average."""
+    scored, so many each on average. Of a layer's experts those count that a token goes to."""
     config = architecture(arch)
     head = config.vocab_size * config.hidden_size
     body = num_parameters(config) - head * (1 if config.tie_word_embeddings else 2)
+    if (moe := config.moe) is not None:
+        idle = moe.num_experts - moe.num_experts_per_token
+        body -= config.moe_layers * idle * 3 * config.hidden_size * moe.intermediate_size
     scored = size.prompts * size.samples * response
     return 6.0 * (body * (scored + size.prompts * prompt) + head * scored)
 
