@@ -51,6 +51,7 @@ from .attention import round_page_size, set_attention
 from .kernel_lists import kernel_list, preload_async
 from .memory import (
     GIB,
+    KEPT_STATE,
     STATE_ON_HOST,
     MemoryPlan,
     Workload,
@@ -196,6 +197,7 @@ class TrainingSession(Session):
                 source=self.policy.source,
                 zero_stage=self.plan.zero_stage or None,
             )
+        self.trainer.optimizer.keep_on_device(self.plan.terms.get(KEPT_STATE, 0))
         world.require_same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
         self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -92,7 +92,12 @@ class AdamW:
 
     Args:
         groups: parameter groups with their settings (`parameter_groups`); by default a single one.
+
+    Attributes:
+        kept_bytes: bytes of masters and moments that are on the device though the others are not (`keep_on_device`).
     """
+
+    kept_bytes = 0
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, groups: Sequence[ParameterGroup] = ()) -> None:
         self.flat = flat
@@ -159,6 +164,10 @@ class AdamW:
         """Launch the kernels of `update_offloaded` once, after an `update` that was not applied, and clear gradients as
         it does; nothing is copied from or to the host."""
 
+    def keep_on_device(self, size: int) -> None:
+        """Before the first update: keep as much as `size` bytes hold of a state that is otherwise on the host on the
+        device between updates, which need not copy it then."""
+
     def complete_state(self) -> None:
         """Wait until all memory of the state is allocated."""
 
@@ -207,8 +216,9 @@ CHUNK = 1 << 24  # elements in a chunk of the state; two chunks are on the devic
 class OffloadedAdamW(AdamW):
     """`AdamW` with moments and masters in host memory, pinned if the device is a GPU, and the same bits. The update's
     graph decides whether and how to update; `update_offloaded` then does so chunk by chunk. Each chunk of the state is
-    copied to the device, updated, and copied back, overlapping the copies of its neighbours. The host's memory is
-    allocated beside the work that follows, until something needs the state (`complete_state`).
+    copied to the device, updated, and copied back, overlapping the copies of its neighbours. What is kept on the device
+    (`keep_on_device`) is copied to its place on the host for whoever reads the state. The host's memory is allocated
+    beside the work that follows, until something needs the state (`complete_state`).
 
     Attributes:
         decided: float32 [3]: learning rate, gradient scale, and whether the update is applied.
@@ -223,19 +233,30 @@ class OffloadedAdamW(AdamW):
         self.master = host[2] if masters else weights
         self._host = list(host)
         self.decided = torch.zeros(3, device=weights.device)
-        self._pieces = list(_split_groups(self.groups, CHUNK))
+        self._pieces = self._copied = list(_split_groups(self.groups, CHUNK))
+        self._kept = torch.empty(len(host), 0, device=weights.device)  # the state of the first elements
         largest = max(piece.end - piece.begin for piece in self._pieces)
         self._device = torch.get_device_module(weights.device)
         self._chunks = [torch.empty(len(host), largest, device=weights.device) for _ in range(2)]
         self._copied_back = [self._device.Event() for _ in self._chunks]  # recorded when a chunk's buffer is free again
         self._to_device, self._to_host = self._device.Stream(), self._device.Stream()
 
+    def keep_on_device(self, size: int) -> None:
+        assert self._memory is not None, "keep_on_device after the state was used"
+        most = size // (self._kept.element_size() * len(self._host))
+        end = max((piece.end for piece in self._pieces if piece.end <= most), default=0)
+        self._copied = [piece for piece in self._pieces if piece.begin >= end]
+        self._kept = torch.zeros(len(self._host), end, device=self.flat.data.device)
+        self.kept_bytes = self._kept.nbytes
+        for master in self._kept[2:]:
+            master.copy_(self.flat.data[:end])
+
     def complete_state(self) -> None:
         if self._memory is None:
             return
         self._memory.wait()
         self._memory = None
-        for piece in self._pieces if self.master is not self.flat.data else ():
+        for piece in self._copied if self.master is not self.flat.data else ():
             chunk = self._chunks[0][0, : piece.end - piece.begin]
             chunk.copy_(self.flat.data[piece.begin : piece.end])  # the host would convert them slowly
             self.master[piece.begin : piece.end].copy_(chunk)
@@ -255,7 +276,9 @@ class OffloadedAdamW(AdamW):
         self.complete_state()
         step, computing = self._decided_step(), self._device.current_stream()
         self._to_device.wait_stream(self._to_host)
-        for i, piece in enumerate(self._pieces):
+        for piece in self._pieces[: len(self._pieces) - len(self._copied)]:
+            self._apply(self._state(piece, self._kept[:, piece.begin : piece.end]), step, piece)
+        for i, piece in enumerate(self._copied):
             on_device, copied_back = self._chunks[i % 2][:, : piece.end - piece.begin], self._copied_back[i % 2]
             on_host = [x[piece.begin : piece.end] for x in self._host]
             copied_back.wait(self._to_device)
@@ -263,8 +286,7 @@ class OffloadedAdamW(AdamW):
                 for chunk, host in zip(on_device, on_host, strict=True):
                     chunk.copy_(host, non_blocking=True)
             computing.wait_stream(self._to_device)
-            steps = self.steps if i == len(self._pieces) - 1 else self.steps.clone()
-            self._apply(self._state(piece, on_device, steps), step, piece)
+            self._apply(self._state(piece, on_device), step, piece)
             self._to_host.wait_stream(computing)
             with self._device.stream(self._to_host):
                 for chunk, host in zip(on_device, on_host, strict=True):
@@ -274,7 +296,7 @@ class OffloadedAdamW(AdamW):
     def warm_up_offloaded(self) -> None:
         self.flat.grad.zero_()
         for piece in {piece.end - piece.begin: piece for piece in self._pieces}.values():
-            state = self._state(piece, self._chunks[0][:, : piece.end - piece.begin], self.steps.clone())
+            state = self._state(piece, self._chunks[0][:, : piece.end - piece.begin])
             state.master.copy_(self.flat.data[piece.begin : piece.end])  # which is rounded to the weights in any case
             self._apply(state, self._decided_step(), piece)
 
@@ -282,26 +304,32 @@ class OffloadedAdamW(AdamW):
         lr, grad_scale, applied = self.decided.unbind()
         return ops.AdamWStep(lr, grad_scale, applied != 0)
 
-    def _state(self, piece: ParameterGroup, chunk: Tensor, steps: Tensor) -> ops.AdamWState:
+    def _state(self, piece: ParameterGroup, chunk: Tensor) -> ops.AdamWState:
         weights, grad = (x[piece.begin : piece.end] for x in (self.flat.data, self.flat.grad))
         exp_avg, exp_avg_sq = chunk[:2]
         rounded, master = (weights, chunk[2]) if len(chunk) > 2 else (None, weights)
+        steps = self.steps if piece is self._pieces[-1] else self.steps.clone()  # the last piece counts the step
         return ops.AdamWState(rounded, grad, master, exp_avg, exp_avg_sq, steps)
 
     def synchronize(self) -> None:
-        """Wait until the host may read and write the state."""
+        """Wait until the host may read the whole state. If it writes any, `round_masters` must follow."""
         self.complete_state()
+        for host, kept in zip(self._host, self._kept, strict=True):
+            host[: len(kept)].copy_(kept, non_blocking=True)
         self._device.synchronize()
 
     def reset(self) -> None:
         self.synchronize()
         super().reset()
+        self._kept[:2] = 0
 
     def local_state(self) -> dict[str, Tensor]:
         self.synchronize()
         return super().local_state()
 
     def round_masters(self) -> None:
+        for host, kept in zip(self._host, self._kept, strict=True):
+            kept.copy_(host[: len(kept)])
         for piece in self._pieces:
             begin, end = piece.begin, piece.end
             self.flat.data[begin:end].copy_(self.master[begin:end].to(self.flat.data.device))

@@ -37,15 +37,18 @@ def bits(of: Trainer) -> list[torch.Tensor]:
     return [tensor.cpu() for tensor in (*of.optimizer.local_state().values(), of.flat.data)]
 
 
-def test_updates_have_the_bits_of_a_state_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many small chunks one behind the other, so that copies of one meet the update of the next."""
+@pytest.mark.parametrize("kept", [0.0, 0.3])
+def test_updates_have_the_bits_of_a_state_on_the_device(monkeypatch: pytest.MonkeyPatch, kept: float) -> None:
+    """Many small chunks one behind the other, so that copies of one meet the update of the next, and of those that stay
+    on the device."""
     monkeypatch.setattr(optimizer, "CHUNK", 1 << 18)
     plain, apart = trainer(False), trainer(True)
-    assert apart.optimizer.exp_avg.is_pinned() and len(apart.optimizer._pieces) > 20
+    apart.optimizer.keep_on_device(int(kept * 12 * apart.flat.layout.size))
+    assert len(apart.optimizer._copied) > 20 and (apart.optimizer.kept_bytes > 0) == (kept > 0)
     for step in range(6):
         for one in (plain, apart):
             update(one, step, step != 2)
-    assert all(map(torch.equal, bits(plain), bits(apart)))
+    assert all(map(torch.equal, bits(plain), bits(apart))) and apart.optimizer.exp_avg.is_pinned()
     again = trainer(True)
     again.load_state(*apart.state())
     assert all(map(torch.equal, bits(plain), bits(again)))

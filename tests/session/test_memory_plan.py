@@ -26,7 +26,7 @@ from lockstep.session.memory import (
     terms,
     usage,
 )
-from lockstep.session.memory.plan import ACTIVATIONS, CACHE, CHECK, WORKSPACE, _pool_terms
+from lockstep.session.memory.plan import ACTIVATIONS, CACHE, CHECK, KEPT_STATE, RESERVE, WORKSPACE, _pool_terms
 from lockstep.session.memory.remedies import enlarge_generator_groups, refusal_message, suggest_remedies
 from lockstep.session.memory.terms import NOTHING, Recomputed
 
@@ -204,6 +204,10 @@ def test_a_state_on_the_host_is_planned_there_and_proposed(monkeypatch: pytest.M
     assert terms.state_copies(workload("qwen3-8b", 8)) == 0  # whole weights are beside the masters
     assert refused.host[terms.COPIED] == 2 * w.layout.size - terms.MOST_COPIED
     state = 12 * w.layout.size
+    kept, chunk, most = found.terms[KEPT_STATE], 12 << 24, (1 - RESERVE) * H200
+    assert 0 < kept < state and kept % chunk == 0 and found.total <= most < found.total + 1.1 * chunk
+    assert plan(replace(w, config=config), 2 * H200).terms[KEPT_STATE] == state
+    assert all(KEPT_STATE not in one.terms for one in (refused, plan(replace(w, config=config), found.total - kept)))
     read = 4 * 151936 * 4096
     assert found.host == {"masters and moments": state, "copy for checkpoints": state, "weights being read": read}
     folder = replace(w, config=replace(config, model="a folder"))

@@ -23,13 +23,28 @@ from lockstep.types import SamplingParams
 
 @pytest.mark.parametrize("config", [OptimizerConfig(weight_decay=0.1), GROUPED], ids=["one group", "groups"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
 def test_updates_have_the_bits_of_a_state_on_the_device(
-    make_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch, config: OptimizerConfig, dtype: torch.dtype
+    make_model: Callable[..., Decoder],
+    monkeypatch: pytest.MonkeyPatch,
+    config: OptimizerConfig,
+    dtype: torch.dtype,
+    kept: float,
 ) -> None:
-    """Updates that are applied, refused and not finite; the state goes from either to the other in between."""
+    """Updates that are applied, refused and not finite; the state goes from either to the other in between. Of the
+    state on the host a part, or all of it, may stay on the device."""
     monkeypatch.setattr(optimizer, "CHUNK", 7 * 1024)
     kinds = (config, replace(config, offload=True))
-    plain, apart = (Trainer(make_model(dtype), kind, LossConfig()) for kind in kinds)
+
+    def make(kind: OptimizerConfig, seed: int = 0) -> Trainer:
+        made = Trainer(make_model(dtype, seed=seed), kind, LossConfig())
+        size = made.flat.layout.size * (8 if dtype == torch.float32 else 12)
+        made.optimizer.keep_on_device(int(kept * size))
+        if kind.offload:
+            assert kept * size - 12 * 7 * 1024 < made.optimizer.kept_bytes <= kept * size
+        return made
+
+    plain, apart = map(make, kinds)
     assert len(apart.optimizer._pieces) > max(5, len(plain.optimizer.groups))
     for step in range(6):
         for trainer in (plain, apart):
@@ -41,7 +56,7 @@ def test_updates_have_the_bits_of_a_state_on_the_device(
         assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1] == (step not in (2, 3))
         assert same(bits(plain), bits(apart)) and not apart.flat.grad.any()
         if step == 4:
-            again = [Trainer(make_model(dtype, seed=1), kind, LossConfig()) for kind in reversed(kinds)]
+            again = [make(kind, seed=1) for kind in reversed(kinds)]
             for trainer, other in zip(again, (plain, apart), strict=True):
                 trainer.load_state(*other.state())
             apart, plain = again

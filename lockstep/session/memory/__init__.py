@@ -1,6 +1,6 @@
 """The plan of a run's GPU memory, term by term, before anything is loaded, and what to change if it does not fit."""
 
-from .plan import MemoryPlan, plan
+from .plan import KEPT_STATE, MemoryPlan, plan
 from .remedies import adapt_config, fit_generator_groups
 from .terms import GIB, STATE_ON_HOST
 from .usage import (

@@ -24,6 +24,8 @@ PERSISTENT_TERMS: dict[str, Callable[[Workload], int]] = {
     "sampled supports": terms.sampling_supports,
     "CUDA and NCCL": terms.context,
 }
+KEPT_STATE = "kept part of the state"
+RESERVE = 0.03  # of the memory, which kept state leaves to what a plan may be wrong by
 CACHE, ACTIVATIONS, WORKSPACE, TRANSIT = "KV cache", "activations", "head and backward", "in transit"
 GENERATION, CHECK, ALLOCATOR = "generation", "start-up check", "allocator"
 _IN_LENT_CACHE = ACTIVATIONS, WORKSPACE, TRANSIT  # the terms that use a lent cache's memory, in this order
@@ -101,7 +103,15 @@ class MemoryPlan:
 
 def plan(w: Workload, memory: int) -> MemoryPlan:
     """The plan of a workload on a device with `memory` bytes. It recomputes the least that leaves room for the cache
-    that the workload wants, or for half of the largest possible cache. The cache is lent where that is better."""
+    that the workload wants, or for half of the largest possible cache. The cache is lent where that is better. What
+    then is left holds as much as possible of a state that is otherwise on the host."""
+    found = _plan_without_kept_state(w, memory)
+    left = int((memory * (1 - RESERVE) - found.total) / (1 + terms.ALLOCATOR))
+    kept = terms.kept_state(w, left) if found.fits else 0
+    return replace(found, terms=_with_allocator(w, {**found.terms, KEPT_STATE: kept})) if kept else found
+
+
+def _plan_without_kept_state(w: Workload, memory: int) -> MemoryPlan:
     own, least = _plan_with_own_cache(w, memory), Recomputed(logits=not keeps_logits(w.config.compile))
     if own.fits and own.recomputed == least or not _records_whole_steps(w):
         return own
@@ -205,11 +215,9 @@ def _plan_with_cache(
     if lends_cache:
         for name in _IN_LENT_CACHE:
             found[name], cache = max(0, found[name] - cache), max(0, cache - found[name])
-    allocated = sum(size for name, size in found.items() if name != "CUDA and NCCL")
-    found[ALLOCATOR] = terms.allocator(w, allocated)
     return MemoryPlan(
         memory=memory,
-        terms=found,
+        terms=_with_allocator(w, found),
         cache_tokens=tokens,
         recomputed=recomputed,
         fits=False,
@@ -220,6 +228,11 @@ def _plan_with_cache(
         pool=pool,
         title=w.title,
     )
+
+
+def _with_allocator(w: Workload, found: Mapping[str, int]) -> dict[str, int]:
+    allocated = sum(size for name, size in found.items() if name not in ("CUDA and NCCL", ALLOCATOR))
+    return {**found, ALLOCATOR: terms.allocator(w, allocated)}
 
 
 def _pool_terms(w: Workload, recomputed: Recomputed, lends_cache: bool) -> tuple[dict[str, int], int]:

@@ -67,6 +67,15 @@ def offloaded_chunks(w: Workload) -> int:
     return 2 * _state_bytes(w) * min(CHUNK, w.layout.size) if w.offloads else 0
 
 
+def kept_state(w: Workload, room: int) -> int:
+    """With offloading, `12 CHUNK` (in float32 `8 CHUNK`) times the chunks of the masters and moments that `room` holds:
+    these stay on the device between updates."""
+    if not w.offloads or room <= 0:
+        return 0
+    chunk = _state_bytes(w) * CHUNK
+    return min(room // chunk * chunk, _state_bytes(w) * w.layout.size)
+
+
 def _state_bytes(w: Workload) -> int:
     """Bytes of a parameter's master and moments: 12; 8 in float32, where the weights are the masters."""
     return 8 if w.b == 4 else 12

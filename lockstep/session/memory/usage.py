@@ -20,7 +20,7 @@ from ...models.checks import memory_bytes
 from ...models.hf.folder import read_config
 from ...models.init import architecture
 from ...trainer import Trainer
-from .plan import MemoryPlan, plan
+from .plan import KEPT_STATE, MemoryPlan, plan
 from .remedies import refusal_message
 from .terms import CONTEXT_AT_START, GIB, STATE_ON_HOST, communicators
 from .workload import Workload
@@ -104,6 +104,7 @@ def measure_memory(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[s
         "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in weights or rounded else flat.data.nbytes,
         "masters": 0 if optimizer.master is flat.data and not rounded else on_device(optimizer.master),
         "moments": on_device(optimizer.exp_avg) + on_device(optimizer.exp_avg_sq),
+        KEPT_STATE: optimizer.kept_bytes,
         "gradients": flat.grad.nbytes + (0 if flat.cells is None else flat.cells.nbytes),
         "reference or teacher": 0 if trainer.reference is None else trainer.reference.nbytes,
         "KV cache": sum(tensor.nbytes for tensor in cache.tensors().values()),
