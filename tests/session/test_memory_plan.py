@@ -205,7 +205,8 @@ def test_a_state_on_the_host_is_planned_there_and_proposed(monkeypatch: pytest.M
     assert refused.host[terms.COPIED] == 2 * w.layout.size - terms.MOST_COPIED
     state = 12 * w.layout.size
     kept, chunk, most = found.terms[KEPT_STATE], 12 << 24, (1 - RESERVE) * H200
-    assert 0 < kept < state and kept % chunk == 0 and found.total <= most < found.total + 1.1 * chunk
+    assert found.recomputed == Recomputed(elementwise=True) and 0 < kept < state and kept % chunk == 0
+    assert found.total <= most < found.total + 1.1 * chunk
     assert plan(replace(w, config=config), 2 * H200).terms[KEPT_STATE] == state
     assert all(KEPT_STATE not in one.terms for one in (refused, plan(replace(w, config=config), found.total - kept)))
     read = 4 * 151936 * 4096

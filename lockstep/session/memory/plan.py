@@ -64,6 +64,11 @@ class MemoryPlan:
     def total(self) -> int:
         return sum(self.terms.values())
 
+    @property
+    def costs(self) -> tuple[Any, ...]:
+        """What plans are compared by; less is better."""
+        return self.recomputed, -self.cache_tokens, -self.terms.get(KEPT_STATE, 0)
+
     def to_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {
             "memory_gib": round(self.memory / GIB, 3),
@@ -103,21 +108,14 @@ class MemoryPlan:
 
 def plan(w: Workload, memory: int) -> MemoryPlan:
     """The plan of a workload on a device with `memory` bytes. It recomputes the least that leaves room for the cache
-    that the workload wants, or for half of the largest possible cache. The cache is lent where that is better. What
-    then is left holds as much as possible of a state that is otherwise on the host."""
-    found = _plan_without_kept_state(w, memory)
-    left = int((memory * (1 - RESERVE) - found.total) / (1 + terms.ALLOCATOR))
-    kept = terms.kept_state(w, left) if found.fits else 0
-    return replace(found, terms=_with_allocator(w, {**found.terms, KEPT_STATE: kept})) if kept else found
-
-
-def _plan_without_kept_state(w: Workload, memory: int) -> MemoryPlan:
+    that the workload wants, or for half of the largest possible cache. The cache is lent where that is better. What is
+    left holds as much as possible of a state that is otherwise on the host."""
     own, least = _plan_with_own_cache(w, memory), Recomputed(logits=not keeps_logits(w.config.compile))
-    if own.fits and own.recomputed == least or not _records_whole_steps(w):
+    is_best = own.recomputed == least and not w.offloads
+    if own.fits and is_best or not _records_whole_steps(w):
         return own
     lent = _plan_with_lent_cache(w, memory)
-    is_better = (lent.recomputed, -lent.cache_tokens) < (own.recomputed, -own.cache_tokens)
-    return lent if lent.fits and (is_better or not own.fits) else own
+    return lent if lent.fits and (lent.costs < own.costs or not own.fits) else own
 
 
 def _plan_with_own_cache(w: Workload, memory: int) -> MemoryPlan:
@@ -150,10 +148,14 @@ def _plan_with_lent_cache(w: Workload, memory: int) -> MemoryPlan:
 def _plan_with_largest_cache(
     w: Workload, memory: int, recomputed: Recomputed, most: int, lends_cache: bool = False
 ) -> MemoryPlan:
-    """A plan with the cache that the configuration sets, or with up to `most` tokens of the cache that is wanted."""
+    """A plan with the cache that the configuration sets, or with up to `most` tokens of the cache that is wanted; and
+    with the chunks of offloaded state that then fit."""
     tokens = w.config.generator.kv_cache_tokens or min(_wanted_cache_tokens(w), round_capacity(most))
     found = _plan_with_cache(w, memory, recomputed, max(tokens, 0), lends_cache)
-    return replace(found, fits=found.total <= memory and tokens >= _min_cache_tokens(w))
+    found = replace(found, fits=found.total <= memory and tokens >= _min_cache_tokens(w))
+    left = int((memory * (1 - RESERVE) - found.total) / (1 + terms.ALLOCATOR))
+    kept = terms.kept_state(w, left) if found.fits else 0
+    return replace(found, terms=_with_allocator(w, {**found.terms, KEPT_STATE: kept})) if kept else found
 
 
 def _records_whole_steps(w: Workload) -> bool:
@@ -165,8 +167,9 @@ def _records_whole_steps(w: Workload) -> bool:
 def _recompute_choices(w: Workload) -> list[Recomputed]:
     """The choices of what to recompute, the least first: nothing, elementwise operators, the logits too, and then 1 to
     all layers too. If the configuration or the capture decides: its choice, and where possible that with the logits
-    too. With tensor parallelism nothing elementwise is recomputed, as that saves little and would gather again. Logits
-    that no pass keeps are always recomputed."""
+    too. With tensor parallelism nothing elementwise is recomputed, as that saves little and would gather again. With
+    offloading it always is, as copying the state that then fits would take longer. Logits that no pass keeps are always
+    recomputed."""
     c, layers = w.config.compile, w.model.num_layers
     elementwise, logits = w.tp == 1, not keeps_logits(c)
     if c.recompute:
@@ -178,7 +181,9 @@ def _recompute_choices(w: Workload) -> list[Recomputed]:
     if c.activation_memory_gib > 0:
         limit = c.activation_memory_gib * GIB
         return [next((choice for choice in choices if terms.activations(w, choice) <= limit), choices[-1])]
-    return choices if plans_recompute(c) else _with_and_without_logits(c, choices[0])
+    if not plans_recompute(c):
+        return _with_and_without_logits(c, choices[0])
+    return choices[1:] if w.offloads and elementwise else choices
 
 
 def _with_and_without_logits(c: CompileConfig, choice: Recomputed) -> list[Recomputed]:
