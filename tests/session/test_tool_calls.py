@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -111,6 +112,14 @@ def test_an_id_that_no_template_takes_is_left_out() -> None:
 )
 def test_what_is_no_call_stays_text(form: ToolFormat, text: str) -> None:
     assert form.parser(text, [TOOL]) == (text, [])
+
+
+def test_a_channel_that_no_message_follows_is_read_in_time() -> None:
+    text, began = "<|channel|>" + "a" * 20_000, time.process_time()
+    assert (
+        HARMONY.parse(text) == (text, []) and HARMONY.stable_text(text) == "" and HARMONY.extract_thinking(text) == ""
+    )
+    assert time.process_time() - began < 2, "it was searched again from each of its characters"
 
 
 THINKING = replace(HERMES, opens_thought=True)

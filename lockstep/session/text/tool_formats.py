@@ -112,7 +112,7 @@ def _parse_llama(text: str, _: Sequence[Tool]) -> Parsed:
 
 # A message; its recipient may come before or after the channel.
 _MESSAGE = re.compile(
-    r"(?P<before>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<after>[^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>(?P<body>.*)",
+    r"(?P<before>[^<]*)<\|channel\|>(?P<channel>\w++)(?P<after>[^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>(?P<body>.*)",
     re.DOTALL,
 )
 _BETWEEN = ("<|end|>", "<|call|>", "<|return|>", "<|start|>assistant")
