@@ -64,6 +64,39 @@ def test_calls_are_read(form: ToolFormat, text: str, kept: str, calls: list[Tool
     assert form.parser(text, [TOOL]) == (kept, calls)
 
 
+NULL = {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "read"),
+    [
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"anyOf": [{"type": "string"}, NULL]}, '{"a": 1}', '{"a": 1}'),
+        ({"oneOf": [{"type": ["string", "number"]}, NULL]}, "12", 12),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+        ({"anyOf": [{"type": "boolean"}, NULL]}, "true", True),
+        ({"type": [{}], "anyOf": "string", "oneOf": [3]}, "12", 12),
+        (True, "12", 12),
+    ],
+)
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (CODER, "<tool_call><function=f><parameter=x>{}</parameter></function></tool_call>"),
+        (GLM, "<tool_call>f<arg_key>x</arg_key><arg_value>{}</arg_value></tool_call>"),
+    ],
+)
+def test_an_argument_is_of_a_type_that_its_schema_allows(
+    form: ToolFormat, text: str, schema: Any, given: str, read: Any
+) -> None:
+    """Where it may be a string, the template shows strings without quotes: 12 may be one."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
+    assert form.parser(text.replace("{}", given), [tool]) == ("", [ToolCall("f", json.dumps({"x": read}))])
+
+
 def test_an_id_that_no_template_takes_is_left_out() -> None:
     """The model chose it: a template that refuses it would end the conversation."""
     for named, told in (("abcdefghi", "abcdefghi"), ("1", ""), ("abcdefghij", "")):

@@ -65,25 +65,48 @@ def _parse_glm(text: str, tools: Sequence[Tool]) -> Parsed:
 
 
 def _build_call(call: re.Match[str] | None, argument: re.Pattern[str], tools: Sequence[Tool]) -> ToolCall | None:
-    """A call from its name and arguments; None if there is other text among them. A value is a string if the tool's
-    schema says so or it is not valid JSON, else the JSON value."""
+    """A call from its name and arguments; None if there is other text among them."""
     if call is None or argument.sub("", call[2]).strip():
         return None
-    types, arguments = _argument_types(call[1], tools), dict[str, Any]()
-    for key, value in argument.findall(call[2]):
-        read_value = None if types.get(key) == "string" else parse_json(value)
-        arguments[key] = value if read_value is None and value.strip() != "null" else read_value
+    types = _argument_types(call[1], tools)
+    arguments = {key: _argument(value, types.get(key, set())) for key, value in argument.findall(call[2])}
     return ToolCall(call[1], json.dumps(arguments, ensure_ascii=False))
 
 
-def _argument_types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
+_TYPE_NAMES = {bool: ("boolean",), int: ("integer", "number"), float: ("number",), list: ("array",), dict: ("object",)}
+
+
+def _argument(text: str, types: set[str]) -> Any:
+    """A value as its text: the JSON value, or the text itself if that is not valid JSON, or if a string is among these
+    types and the JSON value, other than null, is of none of them."""
+    value = parse_json(text)
+    if value is None:
+        return None if text.strip() == "null" else text
+    return text if "string" in types and types.isdisjoint(_TYPE_NAMES.get(type(value), ())) else value
+
+
+def _argument_types(name: str, tools: Sequence[Tool]) -> dict[str, set[str]]:
+    """The types that a tool's schema allows for each argument; empty where it names none."""
     for tool in tools:
         if tool["function"]["name"] == name:
             schema = tool["function"].get("parameters")
             properties = schema.get("properties") if isinstance(schema, dict) else None
             found = properties.items() if isinstance(properties, dict) else ()
-            return {key: value.get("type") for key, value in found if isinstance(value, dict)}
+            return {key: _types(value) for key, value in found}
     return {}
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a schema, or one of its alternatives, names."""
+    if not isinstance(schema, dict):
+        return set()
+    schemas = [schema, *_as_list(schema.get("anyOf")), *_as_list(schema.get("oneOf"))]
+    types = [name for one in schemas if isinstance(one, dict) for name in _as_list(one.get("type"))]
+    return {name for name in types if isinstance(name, str)}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 _PYTHON_TAG = "<|python_tag|>"
