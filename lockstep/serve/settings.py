@@ -68,9 +68,10 @@ class Settings(Section):
             f"--max-model-len is {self.max_model_len}; the model's context has {model_context} tokens",
         )
         limit = self.max_model_len or min(model_context, DEFAULT_MAX_CONTEXT)
+        page_size = self.generator.page_size
         refuse(
-            0 < self.kv_cache_tokens < limit,
-            f"--kv-cache-tokens is {self.kv_cache_tokens}, and a request may have {limit} tokens; raise it, or lower "
-            "--max-model-len",
+            0 < self.kv_cache_tokens < -(-limit // page_size) * page_size,
+            f"--kv-cache-tokens is {self.kv_cache_tokens} in pages of {page_size}, and a request may have {limit} "
+            "tokens; raise it, or lower --max-model-len",
         )
         return limit

@@ -283,9 +283,9 @@ class LLM(Session):
 
     def engine_for(self, sequences: int, tokens: int, kinds: Sequence[SamplingParams] = ()) -> Engine:
         """An engine with room for `sequences` at once, of `tokens` each, prompt included. The current engine, with its
-        cached prefixes, is reused if it has that room. Room is planned in powers of two, so that it seldom grows and
-        stored graphs can be reused; graphs are made for that room and these kinds of sampling. Later requests get the
-        same bits as from `generate`. Raises `InputError` while a stream is open."""
+        cached prefixes, is reused if it has that room. Room is planned in powers of two, up to a given capacity of the
+        cache, so that it seldom grows and stored graphs can be reused; graphs are made for that room and these kinds of
+        sampling. Later requests get the same bits as from `generate`. Raises `InputError` while a stream is open."""
         return self._with_graphs(self._engine_with_room(sequences, tokens), kinds)
 
     def _engine_with_room(self, sequences: int, tokens: int) -> Engine:
@@ -293,12 +293,12 @@ class LLM(Session):
             raise InputError("a stream of this model is still open; read it to its end or close it first")
         if self._engine is None or sequences > self._capacity[0] or tokens > self._capacity[1]:
             sequences = max(_power_of_two(sequences), self._capacity[0])
-            tokens = max(_power_of_two(tokens), self._capacity[1])
+            g, room = self.config.generator, max(_power_of_two(tokens), self._capacity[1])
+            if g.kv_cache_tokens:  # its whole pages hold no more
+                room = max(tokens, min(room, g.kv_cache_tokens // g.page_size * g.page_size))
             self._free()  # the old cache, before the new one is planned
-            cache_tokens = self.cache_tokens(
-                sequences, min(tokens, self.context)
-            )  # the engine refuses what exceeds that
-            self._engine, self._capacity = self.new_engine(cache_tokens), (sequences, tokens)
+            cache_tokens = self.cache_tokens(sequences, min(room, self.context))  # the engine refuses what exceeds that
+            self._engine, self._capacity = self.new_engine(cache_tokens), (sequences, room)
         return self._engine
 
     def _with_graphs(self, engine: Engine, kinds: Sequence[SamplingParams]) -> Engine:

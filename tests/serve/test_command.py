@@ -44,6 +44,7 @@ def test_a_process_ends_in_order_when_it_is_told_to(model: Path) -> None:
         (["--port", "70000"], "--port is 70000; it must be between 0 and 65535"),
         (["--max-model-len", "5000"], "--max-model-len is 5000; the model's context has 2048 tokens"),
         (["--max-num-seqs", "0"], "--max-num-seqs is 0"),
+        (["--max-model-len", "300", "--kv-cache-tokens", "303"], "303 in pages of 16, and a request may have 300"),
         (["--kv-cache-tokens", "100"], "a request may have 2048 tokens; raise it, or lower --max-model-len"),
         (["--api-key", ""], "the API key is empty"),
         (["--served-model-name", ""], "--served-model-name is empty"),

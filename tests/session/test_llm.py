@@ -123,6 +123,14 @@ def test_one_engine_grows_with_what_is_asked(llm: LLM) -> None:
     assert larger is not first and llm.engine([[1] * 200], [SHORT]) is larger
 
 
+def test_a_given_cache_need_not_hold_the_next_power_of_two(model: Path) -> None:
+    llm = LLM(model, device="cpu", config=GeneratorConfig(kv_cache_tokens=330))
+    assert len(llm.generate([1] * 300, SHORT)[0][0].token_ids) > 0
+    assert llm.engine_for(1, 320) is llm.engine_for(1, 20)
+    with pytest.raises(InputError, match="the cache holds 330 tokens, one sequence may need 336"):
+        llm.engine_for(1, 321)
+
+
 ARRIVING = [
     ("one", SHORT, 7),
     ("another prompt, which is longer", SamplingParams(temperature=0.7, top_p=0.9, max_completion_length=20), 7),
