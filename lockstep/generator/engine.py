@@ -48,6 +48,8 @@ class Engine:
         check_agreement: called with a digest of the schedule every `AGREEMENT_INTERVAL` launches; it raises if ranks
             that generate together differ.
         on_launch: called after every launch.
+        special_token: the id of the special token with this text, or None. As a stop string it stops at the token,
+            which has no text in a completion.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Engine:
         self._ids = itertools.count()
         self.check_agreement: Callable[[str], None] | None = None
         self.on_launch: Callable[[], None] = lambda: None
+        self.special_token: Callable[[str], int | None] = lambda _: None
         self._launches = 0
         self.requests: dict[int, list[Sequence]] = {}
 
@@ -159,7 +162,8 @@ class Engine:
         self._widen_table(len(prompt_ids) + sampling.max_completion_length)
         request_id = next(self._ids)
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
-        stop_ids = frozenset((*eos, *sampling.stop_token_ids))
+        named = (token for token in map(self.special_token, sampling.stop) if token is not None)
+        stop_ids = frozenset((*eos, *sampling.stop_token_ids, *named))
         prompt_ids = list(prompt_ids)
         samples = [
             Sequence(request_id, prompt_ids, sampling, replace(identity, sample=identity.sample + i), stop_ids)

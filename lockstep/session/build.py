@@ -111,6 +111,7 @@ class Session:
         """An engine that reads the model's own weights, whose version is `version()`."""
         weights = SharedWeights(self.policy.model, version)
         engine = Engine(weights, self.config.generator, cache_tokens, self.policy.decode, self.runtime)
+        engine.special_token = self.policy.special_token
         if self.world.generator_group is not None:
             engine.check_agreement = partial(self.world.require_same_in_group, "the generator's schedule")
         return engine

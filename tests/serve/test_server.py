@@ -172,6 +172,26 @@ def test_special_tokens_are_text_where_they_are_asked_for(served: Running) -> No
         assert choice.text == decode(choice.token_ids)
 
 
+def test_a_special_token_as_a_stop_string_stops_at_the_token(served: Running, llm: LLM) -> None:
+    sent: dict[str, Any] = {**SENT, "max_tokens": 250, "prompt": "one", "n": 4}
+    policy, long = served.llm.policy, SamplingParams(max_completion_length=250, n=4)
+    whole, expected = alone(llm, "one", long), alone(llm, "one", replace(long, stop=("<|im_start|>", "\ud83d")))
+    ids = [one.token_ids for one in expected]
+    assert any(257 in one.token_ids for one in whole)
+    assert ids == [one.token_ids[: (*one.token_ids, 257).index(257) + 1] for one in whole]
+    for special, text_of in ((False, policy.tokenizer.decode), (True, policy.decode)):
+        more = {"return_token_ids": True, "skip_special_tokens": special, "stop": ["<|im_start|>"]}
+        choices = served.client.completions.create(**sent, extra_body=more).choices
+        assert [choice.token_ids for choice in choices] == ids
+        for choice, one in zip(choices, expected, strict=True):
+            ended = choice.finish_reason == "stop"
+            assert choice.finish_reason == one.finish_reason and choice.text == text_of(one.token_ids[: -ended or None])
+    assert policy.special_token("<|im_start|>") == 257
+    assert [policy.special_token(text) for text in ("<|im_start|>\n", "a", "ab", "<", "x" * 10_000, "\ud83d")] == [
+        None
+    ] * 6
+
+
 def test_an_answer_without_a_seed_tells_the_one_that_draws_it_again(served: Running) -> None:
     kept = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 1.0}
     first, second = (served.client.chat.completions.create(**kept) for _ in range(2))

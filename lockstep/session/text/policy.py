@@ -33,7 +33,7 @@ from ...models.tokenizer import (
     shows_today,
 )
 from ...types import Segment
-from ...user_functions import as_input_error
+from ...user_functions import as_input_error, is_unicode
 from .messages import check_variables
 from .tool_calls import Tool, ToolFormat
 from .tool_formats import FORMATS, may_use_special_tokens, tool_format
@@ -206,3 +206,11 @@ class Policy:
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token with this text, which `decode` leaves out; None if there is none."""
+        if len(text) > self.max_token_bytes or not is_unicode(text):
+            return None
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        is_one = len(ids) == 1 and self.tokenizer.decode(ids, skip_special_tokens=False) == text
+        return ids[0] if is_one and not self.decode(ids) else None
