@@ -174,7 +174,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "serve": (
         "batcher errors metrics settings",
-        "bodies chat_prompt text ticket",
+        "bodies text ticket",
+        "chat_prompt",
         "service",
         "events",
         "routes.common",

@@ -3,7 +3,8 @@
 An answer's message has its `token_ids` if the request asked for them. Sent back with the conversation, they stand in
 the next prompt unchanged, between the encoded text that the template puts around them, so that the prompt begins with
 the previous prompt and what was sampled after it. A turn that the template no longer renders as it was sampled (it may
-remove thinking), or that the client has changed, is encoded as text.
+remove thinking), or that the client has changed, is encoded as text. A stop string at the end of a turn's tokens may be
+left out of its text.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..session.text.messages import Message
 from ..session.text.policy import Policy
 from ..session.text.tool_calls import ToolFormat, begins_thought
 from .errors import bad_field
+from .text import StopStrings
 
 MAX_SAMPLED_TURNS = 512  # the most turns with token ids in a prompt: locating each renders the template
 
@@ -38,10 +40,15 @@ class ChatPrompt:
 
 
 def encode_chat(
-    policy: Policy, messages: list[Message], variables: dict[str, Any], form: ToolFormat | None
+    policy: Policy,
+    messages: list[Message],
+    variables: dict[str, Any],
+    form: ToolFormat | None,
+    stops: tuple[str, ...] = (),
 ) -> ChatPrompt:
-    """Encode checked messages with the model's template and these `variables`, which include tools. `InputError`: the
-    template refuses the messages, or they are larger than any prompt may be."""
+    """Encode checked messages with the model's template and these `variables`, which include tools; `stops` are the
+    stop strings of sampled turns. `InputError`: the template refuses the messages, or they are larger than any prompt
+    may be."""
     config = policy.model.config
     require_prompt_fits(messages, config.max_position_embeddings, policy.max_token_bytes)
     sampled_tokens = [_sampled_tokens(message, i, config.vocab_size) for i, message in enumerate(messages)]
@@ -57,7 +64,7 @@ def encode_chat(
         if not sampled:
             continue
         before = _render_before(policy, template_messages[:i], variables)
-        turn = None if before is None else _locate_turn(policy, text, before, sampled, form)
+        turn = None if before is None else _locate_turn(policy, text, before, sampled, form, stops)
         if turn is None or turn.start < encoded:  # not rendered as it was sampled, or only where an earlier turn is
             lost += 1
             continue
@@ -97,7 +104,9 @@ def _render_before(policy: Policy, earlier_messages: list[Message], variables: d
         return None
 
 
-def _locate_turn(policy: Policy, text: str, before: str, sampled: list[int], form: ToolFormat | None) -> slice | None:
+def _locate_turn(
+    policy: Policy, text: str, before: str, sampled: list[int], form: ToolFormat | None, stops: tuple[str, ...]
+) -> slice | None:
     """The range in `text` of a turn that was sampled after `before`, including the text of its last token if that ended
     it; None if `text` does not have what was sampled. The range begins after the common prefix, since the generation
     prompt may end in text that past turns do not have."""
@@ -106,14 +115,15 @@ def _locate_turn(policy: Policy, text: str, before: str, sampled: list[int], for
     closing = "" if end_token is None else policy.tokenizer.decode([end_token], skip_special_tokens=False)
     start = len(commonprefix([text, before]))
     end = text.find(closing, start) if closing else -1
-    if end < 0 or not _is_same_turn(text[start:end], policy.decode_for(sampled, form), form):
+    if end < 0 or not _is_same_turn(text[start:end], policy.decode_for(sampled, form), form, StopStrings(stops)):
         return None
     return slice(start, end + len(closing) * ended)
 
 
-def _is_same_turn(rendered: str, sampled: str, form: ToolFormat | None) -> bool:
-    """Whether `rendered` is what was sampled, except for surrounding whitespace and the formatting of tool calls."""
-    if rendered.strip() == sampled.strip():
+def _is_same_turn(rendered: str, sampled: str, form: ToolFormat | None, stop: StopStrings) -> bool:
+    """Whether `rendered` is what was sampled, except for surrounding whitespace, the formatting of tool calls, and what
+    a stop string cuts off."""
+    if rendered.strip() in (sampled.strip(), stop.cut(sampled).strip()):
         return True
     if form is None:
         return False
@@ -121,4 +131,5 @@ def _is_same_turn(rendered: str, sampled: str, form: ToolFormat | None) -> bool:
         return False
     form = replace(form, opens_thought=False)  # how the generation prompt of a past turn ended is unknown
     (text, calls), (sampled_text, sampled_calls) = form.parse(rendered), form.parse(sampled)
-    return bool(calls) and calls == sampled_calls and text.strip() == sampled_text.strip()
+    is_same_text = text.strip() in (sampled_text.strip(), stop.cut(sampled_text).strip())
+    return bool(calls) and calls == sampled_calls and is_same_text

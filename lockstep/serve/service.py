@@ -83,6 +83,10 @@ class Service:
         """The conversation, with token ids of sampled turns that the server knows; here none, as clients send them."""
         return messages
 
+    def stop_strings(self, body: ChatBody) -> tuple[str, ...]:
+        """The strings at which the answers of the conversation stop: those of the request."""
+        return tuple(body.stop)
+
     def check_model(self, name: str) -> None:
         """Raise `ApiError` if a request names another model than the one served; it need not name any."""
         if name and name != self.settings.name:

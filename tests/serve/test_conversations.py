@@ -133,6 +133,20 @@ def test_a_cut_turn_goes_on_with_the_end_that_the_template_gives(served: Running
     assert second.prompt_token_ids == so_far + served.llm.policy.tokenizer.encode(ending, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("lead", ["", "5"])  # the text ends before the stop string, with a call before that or none
+def test_a_turn_that_a_stop_string_ended_keeps_its_tokens(served: Running, lead: str) -> None:
+    stop = ["</tool_call>", "<b>"]
+    first = ask(served, lead=lead, stop=stop)
+    (choice,) = first.choices
+    assert choice.finish_reason == ("stop" if lead else "tool_calls") and "<b>" not in (choice.message.content or "")
+    second = ask(served, [*ASK, choice.message, *ASK], stop=stop)
+    kept = first.prompt_token_ids[: len(first.prompt_token_ids) - len(lead)] + choice.token_ids
+    decode = served.llm.policy.tokenizer.decode
+    assert second.prompt_token_ids[: len(kept)] == kept
+    assert decode(second.prompt_token_ids[len(kept) :]).startswith("<|im_end|>\n<|im_start|>user\nadd<|im_end|>")
+    assert "<b>" not in decode(ask(served, [*ASK, choice.message, *ASK]).prompt_token_ids)
+
+
 def test_a_cut_turn_ends_as_the_chat_template_ends_answers() -> None:
     """By Gemma's and Phi's templates that is not the tokenizer's own end of sequence."""
     tokenizer: Any = byte_tokenizer()

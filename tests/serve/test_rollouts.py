@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,21 @@ def test_a_rollout_over_http_has_the_bits_of_one_in_process(tmp_path: Path) -> N
     assert certificate["identical"] and certificate["tokens_checked"] == sum(len(one[2]) for one in found) > 0
     assert found == samples(tmp_path / "in-process") and len(found) == 8
     assert sorted(VERSIONS) == VERSIONS and set(VERSIONS) == {0, 1} and len(VERSIONS) > 8
+
+
+def test_turns_that_stop_strings_ended_are_gone_on_from_as_in_process(tmp_path: Path) -> None:
+    """Their text, which the player sends back, ends before the stop string."""
+
+    def run(name: str, environment: str) -> list[Any]:
+        asked = config(tmp_path, environment)
+        asked = replace(asked, sampling=replace(asked.sampling, stop=("a", "e", " ")))
+        train(asked, tmp_path / name, resume=False)
+        return [(s, g, ids, reason) for s, g, ids, _, reason in samples(tmp_path / name)]
+
+    with played(chats) as (url, count):
+        over_http = run("http", url)
+    assert over_http == run("in-process", f"{__file__}:InProcess") and count == [200] * 4
+    assert not json.loads((tmp_path / "http" / "metrics.jsonl").read_text()).get("environment/branches")
 
 
 def test_an_evaluation_over_http_is_that_of_one_in_process_and_a_replay_asks_again(tmp_path: Path) -> None:

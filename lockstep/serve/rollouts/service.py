@@ -18,7 +18,7 @@ from ...session.build import TrainingSession
 from ...session.evaluation import EvaluationContext
 from ...types import SampleIdentity, Segment, Trajectory
 from ..batcher import Job, Update
-from ..bodies import SamplingFields, TokenSampling
+from ..bodies import ChatBody, SamplingFields, TokenSampling
 from ..chat_prompt import Message
 from ..errors import ApiError, bad_field
 from ..service import Service
@@ -70,6 +70,9 @@ class RolloutService(Service):
         for message, token_ids in zip(sampled, rollout.turns, strict=False):
             message.setdefault("token_ids", token_ids)
         return messages
+
+    def stop_strings(self, body: ChatBody) -> tuple[str, ...]:
+        return self.sampling.stop
 
     def rollout(self, request: Request) -> RemoteEnvironment:
         """The rollout that a request belongs to, by its path or its session header. Raises `ApiError` if it is over, or

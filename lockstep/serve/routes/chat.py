@@ -35,7 +35,8 @@ async def complete_chat(service: Service, request: Request) -> Response:
     if form is not None and form.tools:
         variables["tools"] = body.tools
     read = form or service.tool_format
-    prompt = await service.run_encoder("messages", partial(encode_chat, service.policy, messages, variables, read))
+    encode = partial(encode_chat, service.policy, messages, variables, read, service.stop_strings(body))
+    prompt = await service.run_encoder("messages", encode)
     service.metrics.turns.labels("kept").inc(prompt.kept)
     service.metrics.turns.labels("encoded_again").inc(prompt.encoded_again)
     if form is not None:
