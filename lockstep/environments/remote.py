@@ -92,7 +92,7 @@ class RemoteEnvironment(Environment):
         self.seed = 0
         self.over = ""  # once it is over: the code
         self._inbox: asyncio.Queue[_TurnRequest | End | LockstepError] = asyncio.Queue()
-        self.turns: list[list[int]] = []  # the tokens of each sampled turn
+        self.turns: list[Turn] = []  # sampled so far
         self.given_answers = 0  # assistant messages in the first prompt, if it was a chat; they were not sampled here
         self._pending: _TurnRequest | None = None  # the turn that the run is sampling
         self._last_turn: tuple[list[int], Turn] | None = None  # and the tokens before it
@@ -126,7 +126,7 @@ class RemoteEnvironment(Environment):
         request, self._pending = self._pending, None
         assert request is not None, "a turn is sampled when it was asked for"
         self._last_turn, self._tokens = (request.token_ids, turn), request.token_ids + turn.token_ids
-        self.turns.append(turn.token_ids)
+        self.turns.append(turn)
         request.turn.set_result(turn)
         return await self._next()
 

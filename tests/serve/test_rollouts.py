@@ -229,6 +229,31 @@ def test_what_a_rollout_cannot_be_asked_is_refused_and_a_turn_is_sampled_once(tm
     assert again.turns == 2 and not again.difference and again.logprobs_compared
 
 
+def test_an_answer_that_the_player_left_out_is_not_taken_for_a_later_one(tmp_path: Path) -> None:
+    """Each turn is one random token, of which many are no text that is encoded as the same."""
+
+    def tries_again(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
+        create = openai().with_options(base_url=told["base_url"]).chat.completions.create
+        extra = {"return_token_ids": True, "stop_token_ids": list(range(512))}
+        messages = [*told["row"]["prompt"], {"role": "user", "content": "Again."}]
+        create(model="", messages=told["row"]["prompt"], extra_body=extra)
+        for _ in range(2):
+            answer = create(model="", messages=messages, extra_body=extra)
+            kept.append((answer.prompt_token_ids, answer.choices[0].token_ids))
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, FOLLOWING]
+        return {"reward": 1.0}
+
+    kept: list[tuple[list[int], list[int]]] = []
+    with played(tries_again) as (url, count):
+        asked = config(tmp_path, url)
+        asked = replace(asked, sampling=replace(asked.sampling, temperature=1000.0, num_generations=8))
+        train(asked, tmp_path / "run", resume=False)
+    assert count == [200] * 16 and any(127 < said[0] < 256 for _, said in kept[::2])
+    for (prompt, said), (following, _) in zip(kept[::2], kept[1::2], strict=True):
+        assert following[: len(prompt) + 1] == prompt + said
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["environment/branches"] == 1.0
+
+
 def fails(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
     """Every other row's rollouts end with an error before their first turn."""
     return {"error": "the game crashed"} if told["row"]["n"] % 2 else chats(url, told, http)

@@ -66,9 +66,13 @@ class RolloutService(Service):
         answers = [message for message in messages if message["role"] == "assistant"]
         if not rollout.turns:
             rollout.given_answers = len(answers)
-        sampled = answers[rollout.given_answers :]
-        for message, token_ids in zip(sampled, rollout.turns, strict=False):
-            message.setdefault("token_ids", token_ids)
+        turns = list(rollout.turns)
+        for message in reversed(answers[rollout.given_answers :]):
+            if turns:  # the latest turn before with its text; if none has it, as where calls are taken out, the latest
+                said = message["content"].strip()
+                place = max((i for i, turn in enumerate(turns) if said in turn.text), default=len(turns) - 1)
+                message.setdefault("token_ids", turns[place].token_ids)
+                del turns[place:]
         return messages
 
     def stop_strings(self, body: ChatBody) -> tuple[str, ...]:
