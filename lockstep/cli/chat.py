@@ -51,17 +51,18 @@ class Conversation:
         room = self._llm.context - len(self._llm.policy.encode(prompt))
         refuse(room < 1, f"the conversation fills the model's context of {self._llm.context} tokens; /reset it")
         sampling = replace(self._sampling, max_completion_length=min(self._sampling.max_completion_length, room))
-        answer = ""
+        answer, completion = "", None
         self._turns += 1
         seed = (self._llm.config.seed + self._turns) % (MAX_SEED + 1)  # a different one for each answer
         with contextlib.closing(self._llm.stream([prompt], sampling, seed=seed)) as pieces:
             for piece in pieces:
-                answer += piece.text
+                answer, completion = answer + piece.text, piece.completion
                 yield piece.text
                 if stopped():
                     break
         self._text += f"{line}{answer}\n"
-        self._messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+        said = {"role": "assistant", "content": answer} if completion is None else self._llm.message(completion)
+        self._messages += [{"role": "user", "content": line}, said]
 
 
 def converse(conversation: Conversation, lines: Iterable[str]) -> Iterator[str]:

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from scripted import RETURNED, SPECIAL, following, templates
 
 from lockstep.cli.chat import HELP, Conversation, converse, interrupts, read_lines
 from lockstep.cli.main import main
@@ -76,6 +77,16 @@ def test_a_stopped_answer_stays_as_far_as_it_came(llm: LLM, monkeypatch: pytest.
     assert len(pieces) == 2
     "".join(conversation.ask("next"))
     assert prompts[-1][1] == {"role": "assistant", "content": "".join(pieces)}
+
+
+def test_an_answer_in_a_channel_goes_back_without_the_channels_name(tmp_path: Path) -> None:
+    template = (templates() / "gptoss.jinja").read_text(encoding="utf-8")
+    script = ("<|channel|>", "final", "<|message|>", "It is ", "so.", RETURNED)
+    llm = LLM(following(tmp_path / "model", {"t": script}, template, SPECIAL), device="cpu")
+    conversation = Conversation(llm, SamplingParams(max_completion_length=20, temperature=0.0))
+    shown = ["".join(conversation.ask(line)) for line in ("hello", "and?")]
+    asked = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "It is so."}]
+    assert shown == ["finalIt is so."] * 2 and conversation._messages[:2] == asked
 
 
 def test_a_full_context_is_no_end(llm: LLM) -> None:
