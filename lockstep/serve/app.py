@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -99,10 +100,11 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 
 
 class _Guard:
-    """Requires the API key everywhere but at `HEALTH`, and counts answers by route and status."""
+    """Requires the API key everywhere but at `HEALTH`, counts answers by route and status, and answers requests that
+    still do not come, or whose answers are not read, when the server has shut down."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: list[str]) -> None:
-        self._app, self._requests = app, service.metrics.requests
+        self._app, self._service, self._requests = app, service, service.metrics.requests
         self._paths = [(path, re.compile(re.sub(r"\\{[\w:]+\\}", ".+", re.escape(path)))) for path in paths]
         key = service.settings.api_key
         self._key = None if key is None else key.encode()
@@ -112,14 +114,24 @@ class _Guard:
             await self._app(scope, receive, send)
             return
 
+        begun = False
+
         async def counting(message: Message) -> None:
+            nonlocal begun
+            begun = True
             if message["type"] == "http.response.start":
                 path = next((path for path, form in self._paths if form.fullmatch(scope["path"])), "other")
                 self._requests.labels(path, str(message["status"])).inc()
             await send(message)
 
         allowed = scope["path"] == HEALTH or self._has_key(scope)
-        await (self._app if allowed else _UNAUTHORIZED)(scope, receive, counting)
+        try:
+            await (self._app if allowed else _UNAUTHORIZED)(scope, receive, counting)
+        except asyncio.CancelledError:
+            if not self._service.stopping:
+                raise
+            if not begun:
+                await _error_response(shutting_down())(scope, receive, counting)
 
     def _has_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")

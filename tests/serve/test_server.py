@@ -25,6 +25,7 @@ from processes import wait_for
 from serving import KEY, Running, running
 
 from lockstep.serve import bodies
+from lockstep.serve import server as server_module
 from lockstep.session.generate import LLM
 from lockstep.types import Completion, SamplingParams
 
@@ -559,6 +560,18 @@ def test_a_server_that_is_stopped_ends_what_takes_too_long(model: Path, stream: 
         assert "the server is shutting down" in told and response.status_code == (200 if stream else 503)
         served.thread.join(30)
         assert not served.thread.is_alive() and served.idle
+
+
+def test_a_server_that_is_stopped_answers_whose_body_has_not_come(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "SEND_TIMEOUT_S", 0.0)
+    with running(model, shutdown_seconds=0.0) as served, partly_sent(served, 100) as client:
+        assert served.http.get("/health").status_code == 200  # the other has been taken up by then
+        served.server.stop()
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"the server is shutting down" in answer
+    assert "Exception in ASGI application" not in caplog.text
 
 
 @pytest.mark.parametrize("call", ["advance", "add_request"])
