@@ -51,7 +51,7 @@ class Service:
         self.batcher = Batcher(engine, self._deliver)
         self.metrics = ServerMetrics(engine)
         self.max_samples = engine.config.max_num_seqs + settings.max_waiting
-        self.open_samples, self.stopping = 0, False
+        self.open_samples, self._encoding, self.stopping = 0, 0, False
         self.tool_format = policy.tool_format
         decode = policy.tokenizer.decode
         self.token_text = lru_cache(MAX_CACHED_TOKENS)(lambda token_id: decode([token_id], skip_special_tokens=False))
@@ -71,13 +71,16 @@ class Service:
 
     async def run_encoder(self, field: str, encode: Callable[[], _T]) -> _T:
         """The result of `encode`, run in a separate thread. Its `InputError` becomes an `ApiError` for `field`. Raises
-        `ApiError` at once if the server is full or ends."""
-        self._require_room(1)
+        `ApiError` at once if the server ends, or is full with a sample for each request that is being encoded."""
+        self._require_room(self._encoding + 1)
+        self._encoding += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
         except InputError as error:
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
             raise bad_field(field, str(error), code) from error
+        finally:
+            self._encoding -= 1
 
     def with_sampled_tokens(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation, with token ids of sampled turns that the server knows; here none, as clients send them."""

@@ -6,6 +6,7 @@ import gc
 import json
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -528,6 +529,17 @@ def test_what_is_more_than_may_wait_is_refused_before_it_is_encoded(
         assert response.headers["retry-after"] == "1"
         assert [other.result().status_code for other in others] == [200, 200]
         assert small.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_many_at_once_are_refused_before_all_of_them_are_encoded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(model, max_num_seqs=2, max_waiting=1) as small, ThreadPoolExecutor(9) as pool:
+        policy, encoded, free = small.server.service.policy, list[str](), threading.Event()
+        encode = policy.encode
+        monkeypatch.setattr(policy, "encode", lambda text: (encoded.append(text), free.wait(60), encode(text))[-1])
+        sent = [pool.submit(small.http.post, "/v1/completions", json={"prompt": "x"}) for _ in range(9)]
+        wait_for(lambda: sum(one.done() for one in sent) == 6)
+        free.set()
+        assert sorted(one.result().status_code for one in sent) == [200] * 3 + [429] * 6 and len(encoded) == 3
 
 
 def test_a_server_that_is_stopped_lets_requests_finish(runs_freeze_gc: None, model: Path, llm: LLM) -> None:
