@@ -199,6 +199,8 @@ def refuses(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any
     for reward in ("a", [1], {"a": None}, {"a": "b"}):
         error = http.post(f"/rollouts/{told['id']}/end", json={"reward": reward}).json()["error"]
         assert error["param"] == "reward" and "must be a finite number, or several by name" in error["message"]
+    both = http.post(f"/rollouts/{told['id']}/end", json={"reward": 1, "error": "crashed"}).json()["error"]
+    assert both["param"] == "reward" and "no effect beside error" in both["message"]
     with pytest.raises(APIStatusError, match="there are 2 prompts"):
         openai().with_options(base_url=base).completions.create(model="", prompt=["a", "b"])
     asked = {"token_ids": list(b"Is it 5"), "sampling_params": {"logprobs": 1, "stop_token_ids": [258, 511]}}

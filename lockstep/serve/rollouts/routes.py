@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ...environments.episodes.answers import reward_error
 from ...environments.remote import TurnRefused
 from ..bodies import read_body
-from ..errors import ApiError, shutting_down
+from ..errors import ApiError, bad_field, shutting_down
 from ..events import json_response
 from ..service import Service
 from ..ticket import ClientLeft
@@ -64,6 +64,8 @@ async def take_rollout(service: Service, request: Request) -> Response:
 async def end_rollout(service: Service, request: Request) -> Response:
     assert isinstance(service, RolloutService)
     body = await read_body(request, EndBody, service.settings.max_body_mib << 20)
+    if body.error is not None and body.reward is not None:
+        raise bad_field("reward", "reward has no effect beside error; leave one of them out")
     rollout = service.rollout(request)
     try:
         if body.error is not None:
