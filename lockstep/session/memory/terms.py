@@ -30,7 +30,8 @@ GRADIENT_CHUNK = 256 << 20  # bytes of the logits' gradients in a chunk (`ops.lo
 CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
 # The part of it before anything is loaded; an estimate, below the final size (0.78 GiB on an H200).
 CONTEXT_AT_START = int(0.7 * GIB)
-RING = PEER = int(0.5 * GIB)  # NCCL's buffers for an axis; and, with all-to-alls, for each other rank on it
+RING, PEER = int(0.8 * GIB), int(0.45 * GIB)  # NCCL's buffers for an axis, and with all-to-alls for each other rank
+PINNED_PER_BYTE = 512  # bytes of the host that a byte of the GPU's page tables maps, 8 of them a page of 4 KiB
 MOST_PEERS = 7  # other ranks of a host
 ALLOCATOR = 1 / 64  # fraction of what is allocated
 STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
@@ -383,8 +384,11 @@ def device_copies(w: Workload) -> int:
 
 
 def context(w: Workload) -> int:
-    """CUDA's, and NCCL's for each axis. What other processes use is subtracted from the plan's memory beforehand."""
-    return CONTEXT + communicators(w.axes) if w.on_gpu else 0
+    """CUDA's, with page tables for what `host` pins, and NCCL's for each axis. What other processes use is subtracted
+    from the plan's memory beforehand."""
+    found = host(w, checks=False)
+    pinned = found.get(STATE_ON_HOST, 0) + found.get(SAVED_COPY, 0)
+    return CONTEXT + pinned // PINNED_PER_BYTE + communicators(w.axes) if w.on_gpu else 0
 
 
 def allocator(w: Workload, taken: int) -> int:
@@ -397,6 +401,6 @@ def allocator(w: Workload, taken: int) -> int:
 
 
 def communicators(axes: Sequence[Axis]) -> int:
-    """NCCL's buffers for axes with collectives in graphs (2.0 GiB for an axis of four, on four H100)."""
+    """NCCL's buffers for axes with collectives in graphs (1.2 GiB for an axis of two H200s, and 2.0 of four)."""
     peers = (min(axis.size - 1, MOST_PEERS) for axis in all_to_all_axes(axes))
     return RING * len(axes) + PEER * sum(peers)
