@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from ..errors import InputError, LockstepError
+from ..json_file import to_json
 from ..types import SamplingParams
 from .calls import event_loop
 from .environment import Branch, End, Environment, Turn
@@ -97,6 +98,11 @@ class RemoteEnvironment(Environment):
         self._pending: _TurnRequest | None = None  # the turn that the run is sampling
         self._last_turn: tuple[list[int], Turn] | None = None  # and the tokens before it
         self._tokens: list[int] = []  # of the current branch so far
+
+    @property
+    def row_json(self) -> str:
+        """The row as JSON, with texts in place of values that JSON lacks."""
+        return to_json(self.row)
 
     @classmethod
     @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
 import time
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+from datasets import Dataset
 from openai import APIStatusError, OpenAI
 from scripted import scripted_folder
 
@@ -329,6 +333,26 @@ def test_a_rollout_that_was_offered_to_who_left_is_offered_again(tmp_path: Path)
 
     assert trained(tmp_path, "run", leaves, steps=2, environment_timeout=60.0) == [200] * 8
     assert len(set(taken)) == 8 == len(samples(tmp_path / "run"))
+
+
+def test_a_row_is_offered_whatever_its_values(tmp_path: Path) -> None:
+    """Tables have columns that JSON lacks."""
+    values = {"raw": b"\xff", "price": Decimal("1.50"), "ratio": math.nan, "days": [date(2026, 1, 31)], "n": 1 << 62}
+    rows = [{"prompt": [{"role": "user", "content": f"Row {i}."}], **values} for i in range(2)]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    offered: list[Any] = []
+
+    def looks(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
+        offered.append(told["row"])
+        return chats(url, told, http)
+
+    with played(looks) as (url, count):
+        asked = config(tmp_path, url)
+        task = replace(asked.task, data=str(tmp_path / "rows.parquet"))
+        train(replace(asked, task=task), tmp_path / "run", resume=False)
+    assert count == [200] * 4
+    told = {"raw": "b'\\xff'", "price": "1.50", "ratio": "NaN", "days": ["2026-01-31"], "n": 1 << 62}
+    assert all(row == {"prompt": row["prompt"], **told} for row in offered)
 
 
 def test_a_rollout_that_nobody_plays_is_overdue(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import orjson
 from fastapi import Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.responses import Response
@@ -58,7 +59,7 @@ async def take_rollout(service: Service, request: Request) -> Response:
         raise ClientLeft
     base = str(request.base_url).rstrip("/")
     answer = {"id": rollout.id, "base_url": f"{base}/rollouts/{rollout.id}/v1", "model": service.settings.name}
-    return json_response({**answer, "row": rollout.row, "seed": rollout.seed})
+    return json_response({**answer, "row": orjson.Fragment(rollout.row_json), "seed": rollout.seed})
 
 
 async def end_rollout(service: Service, request: Request) -> Response:
