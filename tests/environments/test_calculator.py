@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from lockstep.config import TaskConfig
-from lockstep.environments import ChatCodec, End, Environment, Limits, Turn, make_environment, worked_trajectories
+from lockstep.environments import (
+    ChatCodec,
+    End,
+    Environment,
+    Limits,
+    Problem,
+    Turn,
+    make_environment,
+    worked_trajectories,
+)
 from lockstep.environments.tasks.calculator import Calculator
 from lockstep.environments.tasks.sum_digits import SumDigits
 from lockstep.environments.tasks.word_arithmetic import WordArithmetic
@@ -76,3 +85,28 @@ def test_a_worked_example_that_a_limit_cuts_is_refused(limits: Limits, cut: str)
 
     with pytest.raises(InputError, match="worked example 0: its worked_turns are none"):
         worked_trajectories(Untaught, *whole[1:], limits)
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        (
+            lambda: ["1 + 1 =", "done", "never", "asked"],
+            "ends it after turn 2 of 4 that its worked_turns are; they must",
+        ),
+        (lambda: {}["turns"], "task.environment: Taught.worked_turns raised KeyError: 'turns'"),
+        (lambda: "1 + 1 =", "Taught.worked_turns returned '1 .*'; it must return a list of texts, one a turn"),
+        (lambda: (turn for turn in ["1 + 1 =", "2"]), "worked_turns returned <generator .*>; it must return a list"),
+        (lambda: [1, 2], r"worked_turns returned \[1, 2\]; it must return a list of texts"),
+    ],
+)
+def test_worked_turns_that_cannot_be_learned_as_they_are_name_their_row(turns: Any, message: str) -> None:
+    class Taught(Calculator):
+        @classmethod
+        def worked_turns(cls, row: dict[str, Any], worked_example: str) -> Any:
+            return turns()
+
+    tokens = ChatCodec(lambda prompt: list(str(prompt).encode()), lambda messages, given: list(str(given).encode()))
+    problem = Problem("a", origin="rows.jsonl line 7")
+    with pytest.raises(InputError, match=rf"^worked example 0 \(rows.jsonl line 7\): .*{message}"):
+        worked_trajectories(Taught, [problem], tokens, lambda text, in_chat: list(text.encode()), Limits(None, 99, 9))
