@@ -131,6 +131,19 @@ def test_what_is_cut_off_is_not_there(listening: int, monkeypatch: pytest.Monkey
     assert again == ProgramResult("[] /tmp\n", "exit"), "nothing of another program is left"
 
 
+def test_a_program_is_the_main_module() -> None:
+    """What it defines is found there, as in a file that Python runs."""
+    test = "import unittest\nclass T(unittest.TestCase):\n  def test_it(self): self.fail('as it should')\nunittest.main()"
+    programs = [
+        test,
+        "import pickle\nclass A: pass\ntype(pickle.loads(pickle.dumps(A()))) is A, __name__, __doc__",
+        "import timeit\ndef f(): return 1\ntimeit.timeit('f()', 'from __main__ import f', number=1) > 0",
+    ]
+    failed, pickled, timed = together([lambda p=p: run_python(p, allow_unsandboxed=True) for p in programs])
+    assert failed.code == 1 and "Ran 1 test" in failed.output and "as it should" in failed.output
+    assert (pickled.output, timed.output) == ("(True, '__main__', None)\n", "True\n")
+
+
 def test_a_program_that_is_not_cut_off_leaves_no_process(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
     """Those too that have left its session; and what is cut off elsewhere is there."""
     monkeypatch.setattr(module, "isolation_failure", lambda: "not asked for")

@@ -6,14 +6,17 @@ import linecache
 import random
 import sys
 import traceback
+import types
 
 NAME = "<program>"
 
 
 def run(code: str) -> None:
-    """Execute a program as `__main__`. Tracebacks show only the program's own lines."""
+    """Execute a program as the module `__main__`, where pickle, unittest and others look for what it defines.
+    Tracebacks show only the program's own lines."""
     linecache.cache[NAME] = len(code), None, code.splitlines(True), NAME
-    names = {"__name__": "__main__", "__builtins__": __builtins__}
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    names = vars(module)
     try:
         parsed = ast.parse(code, NAME)
         last = parsed.body.pop() if parsed.body and isinstance(parsed.body[-1], ast.Expr) else None
