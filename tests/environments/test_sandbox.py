@@ -59,7 +59,15 @@ BOMBS: dict[str, tuple[str, SandboxLimits, str, str]] = {
     "own end": ("import os\nos.abort()", LIMITS, "exit", ""),
     "deep": ("def f(): f()\nf()", LIMITS, "exit", "RecursionError"),
     "input": ("input()", LIMITS, "exit", "EOFError"),
+    "shared memory": (
+        "import ctypes as c\nlibc = c.CDLL(None, use_errno=True)\n"
+        "print(libc.shmget(0, c.c_size_t(4096), 0o1600), c.get_errno())",
+        *(LIMITS, "exit", "-1 38\n"),
+    ),
+    "memory file": ("import os\nos.memfd_create('x')", LIMITS, "exit", "Function not implemented"),
 }  # fmt: skip
+
+LIMITED = ("waiting", "output", "memory", "one file", "shared memory", "memory file")  # if it is not cut off, too
 
 # What a program may not reach; each prints what became of it.
 OUTSIDE = {
@@ -94,7 +102,7 @@ def together(calls: list[Any]) -> list[Any]:
 def test_every_limit_ends_its_bomb(cut_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not cut_off:
         monkeypatch.setattr(module, "isolation_failure", lambda: "not asked for")
-    bombs = dict(BOMBS) if cut_off else {name: BOMBS[name] for name in ("waiting", "output", "memory", "one file")}
+    bombs = dict(BOMBS) if cut_off else {name: BOMBS[name] for name in LIMITED}
     if not cut_off and limited_processes():
         bombs["processes"] = BOMBS["processes"]
     found = together([lambda b=b: run_python(b[0], b[1], not cut_off) for b in bombs.values()])
@@ -133,7 +141,9 @@ def test_what_is_cut_off_is_not_there(listening: int, monkeypatch: pytest.Monkey
 
 def test_a_program_is_the_main_module() -> None:
     """What it defines is found there, as in a file that Python runs."""
-    test = "import unittest\nclass T(unittest.TestCase):\n  def test_it(self): self.fail('as it should')\nunittest.main()"
+    test = (
+        "import unittest\nclass T(unittest.TestCase):\n  def test_it(self): self.fail('as it should')\nunittest.main()"
+    )
     programs = [
         test,
         "import pickle\nclass A: pass\ntype(pickle.loads(pickle.dumps(A()))) is A, __name__, __doc__",

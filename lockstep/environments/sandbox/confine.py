@@ -20,6 +20,7 @@ import resource
 import select
 import shutil
 import signal
+import struct
 import sys
 import sysconfig
 import tempfile
@@ -30,12 +31,24 @@ FOLDER = "/tmp"  # the program's folder, if it is cut off
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
-# <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>
+# <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>, <linux/filter.h>, <linux/seccomp.h>
 NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 DETACH = 2
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVILEGES = 1, 36, 38
+SET_SECCOMP, FILTER = 22, 2
+LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+ALLOW, FAIL, OTHER_ABI = 0x7FFF0000, 0x50000, 1 << 30
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "ppc64le": 203, "s390x": 217, "riscv64": 41}
+# Calls for memory that RLIMIT_AS does not count: shmget, msgget, semget, memfd_create, memfd_secret and, where there is
+# one, ipc; after the architecture's name in <linux/audit.h>.
+UNCOUNTED_MEMORY = {
+    "x86_64": (0xC000003E, 29, 68, 64, 319, 447),
+    "aarch64": (0xC00000B7, 194, 186, 190, 279, 447),
+    "ppc64le": (0xC0000015, 395, 399, 393, 360, 447, 117),
+    "s390x": (0x80000016, 395, 399, 393, 350, 447, 117),
+    "riscv64": (0xC00000F3, 194, 186, 190, 279, 447),
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -208,6 +221,7 @@ class Confinement:
         if sys.platform == "linux":
             _call("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
             _call("prctl", SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+            _refuse_uncounted_memory()
 
     def _set_limits(self) -> None:
         limits = {
@@ -222,6 +236,20 @@ class Confinement:
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
+
+
+def _refuse_uncounted_memory() -> None:
+    """Let this process's calls for memory that its limit does not count fail from now on, and those of another ABI,
+    whose numbers are others."""
+    if (known := UNCOUNTED_MEMORY.get(os.uname().machine)) is None:
+        return
+    architecture, *refused = known
+    checks = [(JUMP_IF_AT_LEAST, OTHER_ABI), *((JUMP_IF_EQUAL, number) for number in refused)]
+    program = [(LOAD, 0, 0, 4), (JUMP_IF_EQUAL, 0, len(checks) + 2, architecture), (LOAD, 0, 0, 0)]
+    program += [(code, len(checks) - i, 0, number) for i, (code, number) in enumerate(checks)]
+    program += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
+    steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    _call("prctl", SET_SECCOMP, FILTER, struct.pack("HP", len(program), ctypes.addressof(steps)), 0, 0)
 
 
 def _write(path: str, text: str) -> None:
