@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..distributed import ONE_PROCESS, World
 from ..errors import InputError, LockstepError
 from ..timings import Timings
-from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
+from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 from .base import Problem, draw
 from .codec import ChatCodec
 from .environment import UNNAMED_REWARD, Environment, SingleTurn
@@ -148,10 +148,11 @@ class Collector:
             usable = _usable(episodes, sampling.n)
             others = [episode for episode in episodes if episode not in usable]
             for into, some in (groups, usable), (failed, others):
+                prompts = [e.prompt for e in some if e.trajectory is not None]
                 if rollouts := [e.trajectory for e in some if e.trajectory is not None]:
-                    into.append(
-                        RolloutGroup(rollouts, sampling, request.group, some[0].prompt, request.problem.columns)
-                    )
+                    if self.environment is not SingleTurn:
+                        self._describe_other_prompts(rollouts)
+                    into.append(RolloutGroup(rollouts, sampling, request.group, prompts[0], request.problem.columns))
         kept = sum(r.length for group in groups + failed for r in group.rollouts)
         if kept != sampled_tokens:  # some would not be compared
             raise LockstepError(f"{where}: {sampled_tokens} tokens were sampled, and trajectories have {kept}")
@@ -169,6 +170,12 @@ class Collector:
         counts |= {f"environment/{name}/errors": failed_in.count(name) for name in failed_in if name}
         without_reward = [replace(group, without_reward=True) for group in scored.without_reward + failed]
         return Collected(scored.groups, without_reward, counts)
+
+    def _describe_other_prompts(self, rollouts: list[Trajectory]) -> None:
+        """Set the text of prompts that are not the first rollout's, which is recorded for the group."""
+        for prompt in (rollout.prompt for rollout in rollouts):
+            if prompt.token_ids != rollouts[0].prompt.token_ids:
+                prompt.text = self.codec.decode(prompt.token_ids)
 
     def _begin_scoring(
         self, problems: Mapping[int, Problem], samples: int, scoring: Scoring, episodes: list[Episode]

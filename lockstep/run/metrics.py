@@ -157,7 +157,7 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
                 "tokens": len(rollout.token_ids),
                 "token_ids": rollout.token_ids,
                 "finish_reason": rollout.finish_reason,
-                "segments": _segment_records(rollout),
+                "segments": _segment_records(rollout, group.prompt_ids),
                 "logprobs_digest": logprobs_digest(rollout),
                 **({"extra": rollout.extra} if rollout.extra else {}),
                 **({"environment": rollout.environment} if rollout.environment else {}),
@@ -187,13 +187,15 @@ def logprobs_digest(rollout: Trajectory) -> str:
     return hashlib.blake2b(words, digest_size=8).hexdigest()
 
 
-def _segment_records(rollout: Trajectory) -> list[dict[str, Any]]:
+def _segment_records(rollout: Trajectory, group_prompt: list[int]) -> list[dict[str, Any]]:
     """The segments in order, each with its kind and number of tokens. If there is more than a prompt and its completion
     (which are in the record anyway), those after the prompt also have their text, given ones their tokens, and sampled
-    ones their rewards. `anew` marks one that begins a branch."""
+    ones their rewards. `anew` marks one that begins a branch. A prompt has text and tokens if it is not the group's."""
     found: list[dict[str, Any]] = []
     for segment in rollout.segments:
         found.append({"kind": "sampled" if segment.sampled else "given", "tokens": len(segment.token_ids)})
+        if segment is rollout.prompt and segment.token_ids != group_prompt:
+            found[-1] |= {"text": segment.text, "token_ids": segment.token_ids}
         if len(rollout.segments) > 2 and segment is not rollout.prompt:
             found[-1] |= {"text": segment.text} | ({} if segment.sampled else {"token_ids": segment.token_ids})
             found[-1] |= {"rewards": dict(segment.rewards)} if segment.rewards else {}

@@ -519,6 +519,14 @@ def test_a_start_that_fails_costs_its_own_sample_alone(model: Decoder, expected:
     assert found.counts["environment/errors"] == 1 and len(others) == len(expected) - 1
     assert all(other in expected for other in others)
 
+    class Twice(Talk):
+        def start(self, row: Any, seed: int) -> Any:
+            return 1 / 0 if next(starts) < 2 else super().start(row, seed)
+
+    starts = itertools.count()
+    (left_out,) = collect(engine_of(model), Twice).without_reward
+    assert len(left_out.rollouts) == 1 and left_out.prompt == PROBLEMS[0][1].prompt
+
 
 def test_a_cut_trajectory_went_well_between_failures(model: Decoder) -> None:
     """Each is cut by the limit of turns, or fails: never two failures in a row for long."""

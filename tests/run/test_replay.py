@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,19 @@ from lockstep.run.replay.record import recorded_sample
 
 GIVEN, SAMPLED = {"kind": "given", "tokens": 2, "token_ids": [1, 2]}, {"kind": "sampled", "tokens": 2}
 WHOLE: dict[str, Any] = {"sample": 0, "segments": [GIVEN, SAMPLED], "token_ids": [3, 4]}
+
+
+class Numbered:
+    """Each trajectory has a prompt of its own, as TRL's environments may."""
+
+    numbers = itertools.count()
+
+    def reset(self, **row: Any) -> str:
+        self.number = next(Numbered.numbers)
+        return f" Game {self.number}."
+
+    def get_reward(self) -> float:
+        return self.number
 
 
 @pytest.mark.parametrize(
@@ -60,3 +75,19 @@ def test_a_run_that_was_made_longer_on_any_layout_is_replayed(tmp_path: Path) ->
     (tmp_path / "config.yaml").write_text(text.replace("  tp: 1", "  tp: 2"))
     with pytest.raises(InputError, match="the run has parallel.tp 2"):
         replay(tmp_path, "2/0/0")
+
+
+def test_samples_with_prompts_of_their_own_are_recorded_with_them_and_replayed(tmp_path: Path) -> None:
+    given = "--task.environment", f"{__file__}:Numbered", "--reward", f"{DATA / 'rewards.py'}:spread"
+    assert main(["train", "sum-digits", "--steps", "1", *SUM[3:], *given, "--run-dir", str(tmp_path)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    prompts: list[str] = []
+    for line in lines:
+        for sample in line["samples"]:
+            prompts.append(sample["segments"][0].get("text") or line["prompt"][0]["content"])
+            name = f"0/{line['group']}/{sample['sample']}"
+            assert replay(tmp_path, name).difference == "", name
+    games = sorted(int(re.findall(r" Game (\d+)\.", prompt)[0]) for prompt in prompts)
+    assert games == list(range(len(games))) and any(len(line["samples"]) > 1 for line in lines)
+    report = (tmp_path / "report.html").read_text()
+    assert len({*re.findall(r" Game (\d+)\.", report)}) == min(3, len(games))

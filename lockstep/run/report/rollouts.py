@@ -47,7 +47,7 @@ def _choose_of_step(groups: list[dict[str, Any]], step: int, waits: Waits) -> li
         if samples:
             ranks = [sign * _value(sample, by) for _, sample in samples]
             group, sample = samples.pop(ranks.index(max(ranks)))
-            prompt = _prompt_text(group.get("prompt"))
+            prompt = _own_prompt(sample) or _prompt_text(group.get("prompt"))
             facts = ", ".join(filter(None, (_trajectory_name(group, sample), _facts(sample))))
             waited = waits.get((step, group.get("group"), sample.get("sample")), [])
             found.append(Sample(title, group.get("group"), facts, prompt, _turns(sample, waited)))
@@ -92,6 +92,13 @@ def _turns(sample: dict[str, Any], waited: Sequence[Any]) -> list[tuple[str, Any
             facts.append(f"answered in {format_duration(seconds)}")
         found.append((", ".join(facts), turn.get("text"), "prompt" if given else "said"))
     return found
+
+
+def _own_prompt(sample: dict[str, Any]) -> Any:
+    """The text of a sample's prompt if it is not the group's."""
+    segments = sample.get("segments")
+    first = segments[0] if isinstance(segments, list) and segments else None
+    return first.get("text") if isinstance(first, dict) else None
 
 
 def _prompt_text(prompt: Any) -> Any:
