@@ -35,25 +35,26 @@ class Collected(NamedTuple):
         without_reward: the other groups.
         counts: metrics: `groups_without_reward`, `reward_errors/<fn>`, `environment/errors` if there are any, and what
             reward functions logged.
+        scored: the completions that reward functions were called for.
     """
 
     groups: list[RolloutGroup]
     without_reward: list[RolloutGroup]
     counts: dict[str, float]
+    scored: int = 0
 
     def outline(self) -> Collected:
         """What other ranks need of it."""
-        return Collected(list(map(outline, self.groups)), list(map(outline, self.without_reward)), self.counts)
+        return self._replace(groups=[*map(outline, self.groups)], without_reward=[*map(outline, self.without_reward)])
 
 
 def merge_counts(parts: Sequence[Collected]) -> dict[str, float]:
-    """The sums of the parts' counts; for what reward functions logged, the mean over trajectories."""
-    sizes = [sum(len(group.rollouts) for group in part.groups + part.without_reward) for part in parts]
+    """The sums of the parts' counts; for what reward functions logged, the mean over the completions they scored."""
     counts: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.counts):
-        values = [(part.counts[name], size) for part, size in zip(parts, sizes, strict=True) if name in part.counts]
+        values = [(part.counts[name], part.scored) for part in parts if name in part.counts]
         if len(values) > 1 and name.startswith(LOGGED_PREFIX):
-            counts[name] = sum(value * size for value, size in values) / sum(size for _, size in values)
+            counts[name] = sum(value * scored for value, scored in values) / sum(scored for _, scored in values)
         else:
             counts[name] = sum(value for value, _ in values)
     return counts
@@ -103,7 +104,7 @@ class Collector:
             _unify_reward_names(groups, self.rewards.names)
         if problems and not groups and required:
             raise self.world.report_on_first(InputError(self._no_reward_message(where, counts)))
-        return Collected(groups, without_reward, counts)
+        return Collected(groups, without_reward, counts, sum(part.scored for part in collected))
 
     def _collect_own(
         self, problems: NumberedProblems, sampling: SamplingParams, domain: int, step: int, where: str
@@ -169,7 +170,7 @@ class Collector:
             counts["environment/errors"] = len(failed_in)
         counts |= {f"environment/{name}/errors": failed_in.count(name) for name in failed_in if name}
         without_reward = [replace(group, without_reward=True) for group in scored.without_reward + failed]
-        return Collected(scored.groups, without_reward, counts)
+        return Collected(scored.groups, without_reward, counts, scored.scored)
 
     def _describe_other_prompts(self, rollouts: list[Trajectory]) -> None:
         """Set the text of prompts that are not the first rollout's, which is recorded for the group."""
@@ -282,4 +283,4 @@ def _score(
     counts["groups_without_reward"] = len(unscored)
     with_reward = [group for group in groups if group.group not in unscored]
     without_reward = [group for group in groups if group.group in unscored]
-    return Collected(with_reward, without_reward, counts)
+    return Collected(with_reward, without_reward, counts, len(rows))

@@ -96,7 +96,7 @@ class Loop:
         lr = learning_rate(config.optimizer, step, config.steps) if lr is None else lr
         with timings.measure("step", on_device=True, step=step):  # until all that it launched has finished
             with timings.measure("generate", on_device=True):
-                groups, without_reward, counts = self._collect(step)
+                groups, without_reward, counts, _ = self._collect(step)
                 if self.run.delay is not None:
                     self._raise_if_asked_to_end(self.run.delay, prompts_used)
             generated, self._holders = groups + without_reward, RolloutHolders(self.world)
@@ -353,6 +353,6 @@ class Loop:
         problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
         if not problems:
             return {}
-        groups, _, counts = self._collect_problems(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
+        groups, _, counts, _ = self._collect_problems(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
         metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
         return {f"validation/{name}": value for name, value in metrics.items() if not name.endswith("/std")}

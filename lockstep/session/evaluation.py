@@ -115,7 +115,7 @@ def run_evaluation(
             max_prompt_tokens=limits.prompt_tokens,
         )
         with serving(context):
-            groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
+            groups, _, counts, _ = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
             if environment is not SingleTurn:  # its metrics may read the text of the turns
                 RolloutHolders(world).send_to_first(groups)()
             rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -77,7 +77,7 @@ def tokens(encode: Any) -> ChatCodec:
 def run(problems: list[tuple[int, Problem]], texts: list[str], rewards: RewardSet, **options: Any):
     generator = Answering(texts)
     collector = Collector(tokens(encode), generator, rewards, 7, limits=Limits(**options))
-    groups, without, counts = collector.collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
+    groups, without, counts, _ = collector.collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
     assert counts.get("groups_without_reward", 0) == len(without) == len(problems) - len(groups)
     return groups, generator
 
@@ -182,8 +182,8 @@ def test_reward_errors_are_counted_a_function() -> None:
 
     generate = Answering(["a", "b"])
     rewards = RewardSet([Reward("broken", broken)], on_error="zero")
-    *_, counts = Collector(tokens(encode), generate, rewards, 7).collect([(0, Problem("p"))], SAMPLING, TRAIN_DOMAIN, 3)
-    assert counts == {"groups_without_reward": 0, "reward_errors/broken": 2}
+    found = Collector(tokens(encode), generate, rewards, 7).collect([(0, Problem("p"))], SAMPLING, TRAIN_DOMAIN, 3)
+    assert found.counts == {"groups_without_reward": 0, "reward_errors/broken": 2}
 
 
 def test_no_problems_are_no_groups() -> None:

@@ -558,6 +558,27 @@ def test_a_failed_grader_is_no_zero_beside_an_environments_reward(model: Decoder
         assert not found.groups and found.counts["groups_without_reward"] == 2
 
 
+def test_what_functions_log_is_a_mean_over_what_they_scored(model: Decoder) -> None:
+    """Whatever the rounds or processes that scored it, and how many of their trajectories failed."""
+
+    class Unscored(Raises):
+        def step(self, turn: Turn) -> Any:
+            return End() if isinstance(super().step(turn), End) else "on"
+
+    logged: list[float] = []
+
+    def logs(completions: list[str], log_metric: Any) -> list[float]:
+        lengths = [float(len(text)) for text in completions]
+        logged.extend(lengths)
+        log_metric("length", sum(lengths) / len(lengths))
+        return lengths
+
+    rewards, Unscored.made = RewardSet([Reward("logs", logs)]), 0
+    rounds = [collect(engine_of(model), Unscored, problems=[problem], rewards=rewards) for problem in PROBLEMS]
+    assert [part.counts.get("environment/errors", 0) for part in rounds] == [0, 1] and len(logged) == 5
+    assert collecting.merge_counts(rounds)["logged/length"] == pytest.approx(sum(logged) / 5)
+
+
 @pytest.mark.parametrize(
     ("cut", "message"),
     [

@@ -254,7 +254,7 @@ def test_nothing_to_learn_from_goes_on_then_stops(config: RunConfig) -> None:
 
 def test_groups_without_advantages_are_trained_on_for_their_kl_alone(config: RunConfig) -> None:
     loop = Loop(config, build(config))
-    groups, without_reward, _ = loop._collect(0)
+    groups, without_reward, *_ = loop._collect(0)
     for i, rollout in enumerate(groups[0].rollouts):  # the other group's advantages are 0
         rollout.advantage = float(i % 3 - 1)
 
