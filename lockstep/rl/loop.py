@@ -194,7 +194,7 @@ class Loop:
         loss = self.config.loss
         for group in groups:
             for r in group.rollouts:
-                r.reward += self.algorithm.penalty(loss, r.length, self._max_sampled_length)
+                r.reward += float(self.algorithm.penalty(loss, r.length, self._max_sampled_length))
         rewards = [[r.reward - loss.beta * math.fsum(kl.get(r.name, ())) for r in group.rollouts] for group in groups]
         for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):

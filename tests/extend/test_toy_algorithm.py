@@ -45,6 +45,17 @@ class Toy(Algorithm):
         return loss_C, moved_C > self.epsilon
 
 
+@dataclass(frozen=True)
+class Penalized(Toy):
+    """What it computes on the host are torch's numbers."""
+
+    def penalty(self, config: LossConfig, length: int, max_completion_length: int) -> Any:
+        return torch.tensor(-0.5 * length)
+
+    def advantages(self, config: LossConfig, rewards: Any) -> Any:
+        return torch.tensor(rewards) - torch.tensor(rewards).mean(dim=1, keepdim=True)
+
+
 @pytest.fixture
 def config(tmp_path: Path, shallow: Path) -> RunConfig:
     """Two steps of two updates of a tiny random model, by a copy of this file."""
@@ -65,6 +76,15 @@ def config(tmp_path: Path, shallow: Path) -> RunConfig:
 def test_it_has_its_own_settings_and_those_of_the_run(config: RunConfig) -> None:
     algorithm: Any = make_algorithm(config.loss)
     assert (algorithm.epsilon, algorithm.strength, algorithm.beta) == (0.25, 1.0, 0.0)
+
+
+def test_numbers_of_torch_are_numbers(config: RunConfig, tmp_path: Path) -> None:
+    loss = replace(config.loss, loss_type=f"{tmp_path / 'toy.py'}:Penalized")
+    train(replace(config, steps=1, loss=loss, compile=CompileConfig("none")), tmp_path / "run", resume=False)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    samples = [sample for line in lines for sample in line["samples"]]
+    assert len(samples) == 8
+    assert all(s["reward"] == -0.5 * s["tokens"] and type(s["advantage"]) is float for s in samples)
 
 
 def test_it_is_captured_checked_and_traced_at_every_start(config: RunConfig, tmp_path: Path) -> None:
