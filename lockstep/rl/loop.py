@@ -328,9 +328,8 @@ class Loop:
         """Run one supervised step on worked examples, in the same packed trainer."""
         t, policy, trainer = self.config.trainer, self.run.policy, self.run.trainer
         problems = [self.run.task.warmup_problem(step, i) for i in range(t.warmup_batch_size)]
-        examples = worked_trajectories(
-            self.run.environment, problems, policy.tokens, policy.encode_completion, self.limits
-        )
+        known = self.run.environment, problems, policy.tokens, policy.encode_completion, self.limits
+        examples = self.world.broadcast_from_first(lambda: worked_trajectories(*known))  # environments may vary
         lengths = [example.length for example in examples]
         weights = supervised_algorithm(self.config.loss).weights(lengths, len(examples), 0)
         for example, weight in zip(examples, weights, strict=True):

@@ -178,6 +178,39 @@ def balanced_experts(world: World) -> Any:
     return on_all(world, [name for name in one if not torch.equal(one[name], two[name])])
 
 
+@check
+def worked_examples(world: World) -> Any:
+    """Of an environment that answers each process otherwise, as a service may: they are the first rank's."""
+    if DEVICE.type != "cpu":
+        return None
+    with tempfile.TemporaryDirectory() as here:
+        folder = Path(world.broadcast_from_first(lambda: here))
+        config = of_a_run(folder)
+        (folder / "search.py").write_text(SEARCH)
+        world.gather(None)  # its files are there
+        task = replace(config.task, environment=f"{folder / 'search.py'}:Search", max_turns=2)
+        trainer = replace(config.trainer, warmup_steps=1, warmup_batch_size=4, max_tokens_per_micro_batch=256)
+        config = replace(config, task=task, trainer=trainer)
+        loop = Loop(config, build(resolve(config, world.size), world))
+        found = on_all(world, loop.warmup_step(0).loss)
+        world.gather(None)  # nobody needs the folder
+    return found
+
+
+SEARCH = """
+import os
+from lockstep.environments import Environment, End
+
+class Search(Environment):
+    def step(self, turn):
+        return End(1.0) if "end" in turn.text else " result" * (1 + 9 * int(os.environ["RANK"]))
+
+    @classmethod
+    def worked_turns(cls, row, worked_example):
+        return ["look", "end"]
+"""
+
+
 def of_a_run(folder: Path) -> RunConfig:
     """Every second prompt's samples are all rewarded alike."""
     (folder / "rewards.py").write_text(

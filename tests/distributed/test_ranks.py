@@ -43,6 +43,11 @@ def test_experts_are_balanced_alike_on_ranks_that_check_no_parity(found: dict[st
     assert found["balanced_experts"] == [[], []]
 
 
+def test_worked_examples_are_those_that_one_rank_played(found: dict[str, Any]) -> None:
+    first, second = found["worked_examples"]
+    assert first == second > 0
+
+
 def test_frozen_parameters_groups_and_ratios_of_sequences_are_those_of_one_process(found: dict[str, Any]) -> None:
     first, second = found["parameter_groups"]
     layer = ("attention_norm", "qkv", "q_norm", "k_norm", "o", "mlp_norm", "gate_up", "down")
