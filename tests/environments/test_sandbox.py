@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -196,6 +198,40 @@ def test_a_program_ends_with_the_run() -> None:
     began = time.monotonic()
     out, _ = run.communicate(timeout=20)  # all that could write is gone
     assert out.startswith(b"parent") and time.monotonic() - began < 10
+
+
+def test_a_run_does_not_wait_for_its_programs() -> None:
+    """When it ends, as by Ctrl-C, while the model's programs run and wait."""
+    script = (
+        "import asyncio, os, time\n"
+        "from lockstep.environments.calls import event_loop\n"
+        "from lockstep.environments.sandbox import SandboxLimits, python_tool\n"
+        "python = python_tool(SandboxLimits(seconds=60.0), allow_unsandboxed=True)\n"
+        "for _ in range(2 * os.cpu_count()):\n"
+        "    asyncio.run_coroutine_threadsafe(python('import time; time.sleep(50)'), event_loop())\n"
+        "time.sleep(1)\n"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", script], check=True, stdin=subprocess.DEVNULL)
+    assert time.monotonic() - began < 40
+
+
+def test_at_most_as_many_programs_run_at_once_as_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait too long, or for nobody, are not run."""
+    places = threading.Semaphore(1)
+    monkeypatch.setattr(module, "_places", lambda: places)
+    python = python_tool(replace(LIMITS, patience=0.5), allow_unsandboxed=True)
+
+    async def asked() -> list[str]:
+        first = asyncio.create_task(python("import time; time.sleep(2)\n1"))
+        await asyncio.sleep(0.1)
+        unwanted = asyncio.create_task(python("2"))
+        await asyncio.sleep(0.1)
+        unwanted.cancel()
+        return [*await asyncio.gather(first, python("3")), await python("4")]
+
+    assert asyncio.run(asked()) == ["1", "[not run: too many programs were waiting]", "4"]
+    assert places.acquire(timeout=10)
 
 
 def test_signals_for_all_processes_are_the_runs() -> None:

@@ -6,9 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -156,14 +156,10 @@ def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool
         Args:
             code: The program.
         """
-        called = time.monotonic()
-
-        def run() -> str:
-            if time.monotonic() - called > limits.patience:
-                return "[not run: too many programs were waiting]"
-            return format_result(run_python(code, limits, allow_unsandboxed), limits)
-
-        return await asyncio.get_running_loop().run_in_executor(_thread_pool(), run)
+        answer: Future[str] = Future()
+        # A daemon, so that the run's end does not wait for programs; they end with the run.
+        threading.Thread(target=_answer, args=(answer, code, limits, allow_unsandboxed), daemon=True).start()
+        return await asyncio.wrap_future(answer)
 
     return python
 
@@ -180,6 +176,24 @@ def format_result(result: ProgramResult, limits: SandboxLimits) -> str:
     return "\n".join(part for part in (result.output.rstrip("\n"), ending) if part)
 
 
+def _answer(answer: Future[str], code: str, limits: SandboxLimits, allow_unsandboxed: bool) -> None:
+    """Run a program once it has a place, unless nobody waits for it any more."""
+    has_place = _places().acquire(timeout=limits.patience)
+    try:
+        if not answer.set_running_or_notify_cancel():
+            return
+        if has_place:
+            answer.set_result(format_result(run_python(code, limits, allow_unsandboxed), limits))
+        else:
+            answer.set_result("[not run: too many programs were waiting]")
+    except Exception as error:
+        answer.set_exception(error)
+    finally:
+        if has_place:
+            _places().release()
+
+
 @cache
-def _thread_pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="python-tool")
+def _places() -> threading.Semaphore:
+    """A place for each program that runs at once."""
+    return threading.Semaphore(os.cpu_count() or 1)
