@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from decimal import Decimal
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -926,9 +927,22 @@ def test_metrics_of_an_environment_are_numbers_by_name(found: Any, said: str) ->
     assert str(raised.value).startswith("task.environment: Measured.metrics r")
 
 
-def test_a_number_of_numpy_is_a_reward() -> None:
-    assert reward_error(np.float32(0.5)) == reward_error({"a": np.int64(1)}) == "" and reward_error("1")
-    assert type(named_rewards(np.float32(0.5))["reward"]) is float
+def test_a_number_of_another_library_is_a_reward() -> None:
+    """As it is of a reward function."""
+    for number in (np.float32(1), np.bool_(True), np.array(1), torch.tensor(1.0), torch.tensor(True), Decimal("1.0")):
+        assert reward_error(number) == reward_error({"a": number}) == ""
+        assert named_rewards(number) == {"reward": 1.0} and type(named_rewards(number)["reward"]) is float
+    for other in ("1", None, np.ones(1), torch.ones(2), torch.tensor(math.nan), 1j):
+        assert "must be a finite number" in reward_error({"a": other})
+
+
+def test_what_torch_computed_ends_a_trajectory(model: Decoder) -> None:
+    class Computes(Talk):
+        def step(self, turn: Turn) -> Any:
+            return End(torch.tensor(turn.token_ids).float().mean() > 9)  # type: ignore[arg-type]
+
+    found = collect(engine_of(model), Computes)
+    assert {r.reward for g in found.groups for r in g.rollouts} <= {0.0, 1.0} and not found.without_reward
 
 
 @pytest.mark.parametrize(("ends", "told"), [(KeyboardInterrupt, []), (OSError, ["abort", "end"]), (None, ["end"])])

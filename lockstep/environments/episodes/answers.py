@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 from ...errors import InputError
@@ -11,7 +10,7 @@ from ...types import Trajectory
 from ...user_functions import copy_nested, is_unicode, one_line
 from ..calls import Failure
 from ..environment import UNNAMED_REWARD, Branch, End, Reward, named_rewards
-from ..rewards.calls import MAX_VALUE, RESERVED_NAMES
+from ..rewards.calls import MAX_VALUE, RESERVED_NAMES, check_value
 
 
 def is_chat(given: Any) -> bool:
@@ -92,8 +91,8 @@ def reward_error(reward: Any) -> str:
 def _is_value(value: Any) -> bool:
     """Whether `value` is a number that fits the loss, also when summed over any number of turns and names."""
     try:
-        return isinstance(value, Real) and abs(float(value)) <= MAX_VALUE  # not for NaN
-    except Exception:  # an integer too large for a float, or a user-defined number
+        return isinstance(check_value(value), float)
+    except Exception:  # of a user-defined number
         return False
 
 

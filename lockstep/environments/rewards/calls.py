@@ -58,7 +58,7 @@ class Logged:
 
     def log_metric(self, name: str, value: float) -> None:
         """Raises `ValueError` for a value that is not a finite number, or a name that cannot be recorded."""
-        number = _check_value(value)
+        number = check_value(value)
         if not isinstance(number, float):
             raise ValueError(f"log_metric({name!r}, ...) takes a finite number, not {one_line(value, repr)}")
         self._values.setdefault(_json_copy(str(name), "log_metric", name), []).append(number)
@@ -240,10 +240,11 @@ def _check_values(result: Any, count: int) -> Outcome:
     if len(result) != count:
         reason = f"returned {len(result)} values for {count} completions; it must return one for each"
         return Failed(reason, fatal=True)
-    return [_check_value(value) for value in result]
+    return [check_value(value) for value in result]
 
 
-def _check_value(value: Any) -> float | None | Failed:
+def check_value(value: Any) -> float | None | Failed:
+    """A reward as a float: numbers, and scalars of numpy and torch; None if it does not apply."""
     if value is None or isinstance(value, Failed):
         return value
     number = value.tolist() if hasattr(value, "tolist") else value  # an array's or tensor's scalar
