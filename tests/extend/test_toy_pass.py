@@ -99,12 +99,26 @@ def test_a_check_of_a_graph_that_calls_a_function_of_ones_own_is_made_at_every_s
             assert (verdict.known == verdict.cases) == (known and again == 1)
 
 
-def test_a_pass_that_changes_bits_is_named_with_the_node() -> None:
-    runtime = Runtime(compile_with(own("lose_a_gradient"), "canonicalize"), torch.device("cpu"))
+def check_with(*passes: str) -> None:
+    """Check a training step with these passes against eager."""
+    runtime = Runtime(compile_with(*passes), torch.device("cpu"))
     trainer = Trainer(make_model(torch.float32), OptimizerConfig(), LossConfig(), runtime=runtime)
     (work, *_) = trainer.check_cases([SHAPE], SamplingParams(), check_parity=False)
-    with pytest.raises(GraphError, match=r"forward_backward.*lose_a_gradient differs from the step before in grad "):
-        check_against_eager(runtime, [work], "strict")
+    check_against_eager(runtime, [work], "strict")
+
+
+@pytest.mark.parametrize("function", ["lose_a_gradient", "lose_a_write"])
+def test_a_pass_that_changes_bits_is_named_with_the_node(function: str) -> None:
+    found = rf"forward_backward.*{function} differs from the step before in grad .*, first at node add_"
+    with pytest.raises(GraphError, match=found):
+        check_with(own(function), "canonicalize")
+
+
+def lose_a_write(captured: Captured) -> tuple[Captured, str]:
+    result = rewritten(captured)
+    *_, last = (n for n in result.graph.nodes if op_name(n) == "aten.add_" and len(n.all_input_nodes) == 2)
+    result.graph.erase_node(last)
+    return result, "a write less"
 
 
 def forget_the_note(captured: Captured) -> Captured:

@@ -209,8 +209,10 @@ def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _changeable_state(captured: Captured, inputs: Inputs, case: Case) -> dict[str, list[Tensor]]:
-    """The state that a run may change, by input: whole tensors, or the views that the case declares."""
-    names = {captured.inputs[i].title for i in captured.written_inputs}
+    """The state that a run may change, by input: whole tensors, or the views that the case declares. Eager writes what
+    the graph as captured writes, even if a pass has lost such a write."""
+    (_, as_captured), *_ = captured.stages()
+    names = {captured.inputs[i].title for i in as_captured.written_inputs | captured.written_inputs}
     unknown = case.touches.keys() - {f"{role} {name}" for role, name, _ in inputs.flat()}
     assert not unknown, f"case {case.name!r} touches {unknown}, which are no inputs of {captured.title}"
     state: dict[str, list[Tensor]] = {}
