@@ -19,7 +19,9 @@ from lockstep.config import CAPTURES, CompileConfig, GeneratorConfig, Plugin, re
 from lockstep.config.recipes import sum_digits
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import EAGER, Captured, Runtime, Store, capture, check_against_eager
+from lockstep.graph import EAGER, Captured, Case, GraphError, Inputs, Runtime, Store, capture, check_against_eager
+from lockstep.graph.passes.rewrite import rewritten
+from lockstep.graph.torch_private import trace
 
 CPU = torch.device("cpu")
 
@@ -28,6 +30,22 @@ def capture_and_tell(name: str, *function: Any, **about: Any) -> Captured:
     """As `step` captures, with a line in the report."""
     captured = capture(name, *function, **about)
     return replace(captured, log=(f"capture: toy; {len(captured.graph.nodes)} nodes",))
+
+
+def capture_a_row(name: str, *function: Any, **about: Any) -> Captured:
+    """What a mistake looks like: the output, a vector, is a matrix of one row."""
+    captured = rewritten(capture(name, *function, **about))
+    output, graph = captured.graph.output_node(), captured.graph
+    with graph.inserting_before(output):
+        output.args = ([trace.call(graph, torch.ops.aten.unsqueeze.default, output.args[0][0], 0)],)  # type: ignore[index]
+    return captured
+
+
+def capture_less(name: str, *function: Any, **about: Any) -> Captured:
+    """What a mistake looks like: the output is missing."""
+    captured = rewritten(capture(name, *function, **about))
+    captured.graph.output_node().args = ([],)
+    return replace(captured, outputs=())
 
 
 @pytest.fixture
@@ -48,6 +66,15 @@ def test_a_model_decodes_by_it_with_the_bits_of_eager(toy: str, mode: str, tmp_p
     assert (runtime.replays["decode"] > 0) == (mode != "none")
     assert not list(tmp_path.iterdir()), "at the next start nothing tells whether it is what it was"
     assert {v.faults for v in check_against_eager(runtime, engine.check_cases(), "strict")} == {()}
+
+
+@pytest.mark.parametrize(("way", "what"), [(capture_a_row, "output y"), (capture_less, "output y, which only one")])
+def test_outputs_of_another_form_are_found(way: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CAPTURES, "toy", Plugin(way))
+    runtime = Runtime(CompileConfig("toy"), CPU)  # type: ignore[arg-type]
+    program = runtime.program("f", lambda inputs: {"y": inputs.user["x"] + 1}, Inputs())
+    with pytest.raises(GraphError, match=f"capture differs from eager in {what}"):
+        check_against_eager(runtime, [(program, [Case("all", {"x": torch.ones(3)})])], "strict")
 
 
 def test_a_run_trains_by_it_and_is_gone_on_with(toy: str, tmp_path: Path) -> None:

@@ -139,7 +139,10 @@ class Comparison:
         return _Observation(fingerprints(found), loose, values, before)
 
     def _differs(self, eager: _Observation, found: _Observation) -> str | None:
-        """The first result that differs from eager's: bitwise or, for loose names, by more than the bound."""
+        """The first result that differs from eager's: bitwise or, for loose names, by more than the bound; or that only
+        one of them has."""
+        if odd := eager.fingerprints.keys() ^ found.fingerprints.keys():
+            return f"{min(odd)}, which only one of them has"
         exact = {name: value for name, value in found.fingerprints.items() if name not in found.loose}
         if different := first_difference(eager.fingerprints, exact):
             return different

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -63,14 +64,19 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def fingerprints(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """One hash per name, over its tensors in order."""
+    """One hash per name, over its tensors in order, with their dtypes and shapes."""
     result = {}
     for name, parts in tensors.items():
         total = torch.zeros((), dtype=torch.int64, device=parts[0].device if parts else None)
         for part in parts:
-            total = total * GOLDEN + fingerprint(part)
+            total = total * GOLDEN + fingerprint(part) + _hash_form(part)
         result[name] = total
     return result
+
+
+def _hash_form(tensor: Tensor) -> int:
+    form = repr((tensor.dtype, tuple(tensor.shape))).encode()
+    return int.from_bytes(hashlib.blake2b(form, digest_size=8).digest(), signed=True)
 
 
 def first_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | None:
