@@ -18,6 +18,8 @@ from .recompute import fit, keep_logits, recompute, saved_bytes
 from .reorder import reorder
 from .reshard import reshard
 
+_SIGNATURE = "name", "statics", "inputs", "outputs", "writes"  # fields of `Captured` that a pass must not change
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -83,7 +85,8 @@ def _compile(captured: Captured, name: str) -> None:
 
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:
     """Apply `passes` in order, with `check` before the first and after each. `GraphError`: the check fails, or a pass
-    changes numerics without announcing it, returns a graph that cannot run, or was requested and matches nothing."""
+    changes numerics without announcing it or the graph's signature, returns a graph that cannot run, or was requested
+    and matches nothing."""
     check(captured)
     for p in passes:
         before = captured
@@ -91,6 +94,8 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Captured)):
             raise GraphError(f"{p.name} returned a {type(found).__name__}; a pass returns the new graph and a note")
         captured, note = found
+        if changed := [name for name in _SIGNATURE if getattr(captured, name) != getattr(before, name)]:
+            raise GraphError(f"{before.title}: {p.name} changes the graph's {changed[0]}; a pass keeps its signature")
         if captured is not before:
             _compile(captured, p.name)
         if p.preserves_numerics and (new := inexact_results(captured) - inexact_results(before)):

@@ -310,12 +310,18 @@ def test_a_pass_that_breaks_the_graph_is_caught() -> None:
         return result, "cleaner"
 
     def drops_an_output(captured):
-        return replace(captured, outputs=()), "smaller"
+        result = rewritten(captured)
+        result.graph.output_node().args = ([],)
+        return replace(result, outputs=()), "smaller"
+
+    def may_write_more(captured):
+        return replace(captured, writes=frozenset(("grad", "buffer", "param"))), "bolder"
 
     for apply, message in (
         (swaps_an_operator, "must use ops.linear"),
         (writes_a_weight, "writes param '0.norm' in place"),
-        (drops_an_output, "its signature names 0 outputs"),
+        (drops_an_output, "bad changes the graph's outputs; a pass keeps its signature"),
+        (may_write_more, "bad changes the graph's writes"),
     ):
         with pytest.raises(GraphError, match=message):
             run_passes(Step().capture(), [Pass("bad", True, apply)])
