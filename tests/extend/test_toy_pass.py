@@ -125,10 +125,28 @@ def forget_the_note(captured: Captured) -> Captured:
     return captured
 
 
-def test_a_pass_that_returns_something_else_is_told_what_it_returns() -> None:
-    runtime = Runtime(compile_with(own("forget_the_note")), torch.device("cpu"))
-    with pytest.raises(GraphError, match="forget_the_note returned a Captured; a pass returns the new graph"):
-        trained(runtime)
+def change_the_argument(captured: Captured) -> tuple[Captured, str]:
+    for node in captured.graph.nodes:
+        if op_name(node) == "aten.add" and len(node.all_input_nodes) == 2:
+            node.args = node.args[::-1]
+    return captured, "in place"
+
+
+def look_for_what_is_not_there(captured: Captured) -> tuple[Captured, str]:
+    return captured, {"a": "b"}[captured.name]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("forget_the_note", "forget_the_note returned a Captured; a pass returns the new graph"),
+        ("change_the_argument", r"f.*: compile\.passes '.*change_the_argument' changes the graph that it is given"),
+        ("look_for_what_is_not_there", r"_there. raised KeyError: .forward_backward. \(.*toy_pass.py, line \d+\)$"),
+    ],
+)
+def test_a_pass_with_another_mistake_is_told_which(function: str, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        trained(Runtime(compile_with(own(function)), torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

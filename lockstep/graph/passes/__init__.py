@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 from ...config import CompileConfig
-from ...user_functions import load_function
+from ...errors import LockstepError
+from ...user_functions import failing_line, load_function, one_line
 from ..ir.captured import Captured, GraphError, inexact_results, op_name
+from ..ir.text import digest
 from ..ir.verify import verify
 from .bucket import bucket
 from .canonicalize import canonicalize
@@ -53,7 +55,8 @@ def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False)
         "fuse": _make_pass("fuse", fuse) if on_gpu else None,
     }
     for spec in [name for name in c.pass_names if name not in shipped]:  # the user's
-        shipped[spec] = Pass(spec.rpartition(":")[2], True, load_function(spec, f"compile.passes {spec!r}"))
+        own = partial(_call_users_pass, load_function(spec, f"compile.passes {spec!r}"), spec)
+        shipped[spec] = Pass(spec.rpartition(":")[2], True, own)
     return [p for name in c.pass_names if (p := shipped[name]) is not None]
 
 
@@ -73,6 +76,23 @@ def _mark_recorded(captured: Captured, split_at: Collection[str]) -> tuple[Captu
 
 def _make_pass(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: Any) -> Pass:
     return Pass(name, True, partial(rewrite, **options), options)
+
+
+def _call_users_pass(function: Callable[[Captured], Any], spec: str, captured: Captured) -> Any:
+    before = digest(captured)
+    try:
+        found = function(captured)
+    except LockstepError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {one_line(error)}{failing_line(error)}"
+        raise GraphError(f"{captured.title}: compile.passes {spec!r} raised {said}") from error
+    if digest(captured) != before:
+        raise GraphError(
+            f"{captured.title}: compile.passes {spec!r} changes the graph that it is given; a pass changes a copy, as "
+            "lockstep.graph.passes.rewrite.rewritten makes one"
+        )
+    return found
 
 
 def _compile(captured: Captured, name: str) -> None:
