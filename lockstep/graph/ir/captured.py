@@ -196,12 +196,10 @@ class Captured:
         found = [self]
         while found[-1].before is not None:
             found.append(found[-1].before)
-        said = [line.partition(":")[0] for line in self.log]
-        names = said if said[:1] == ["capture"] else ["capture", *said]
-        kept = names[-len(found) :]
-        if len(kept) < len(names):
-            kept[0] = "storage"
-        return list(zip(kept, reversed(found), strict=True))
+        names = ["capture", *(line.partition(":")[0] for line in self.log)][-len(found) :]
+        if names[0] != "capture":
+            names[0] = "storage"
+        return list(zip(names, reversed(found), strict=True))
 
     def placeholders(self) -> list[tuple[fx.Node, InputSpec]]:
         return list(zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True))

@@ -255,6 +255,11 @@ def test_every_stage_is_kept_and_written(tmp_path: Path) -> None:
         write_stages(captured, tmp_path / "taken")
 
 
+def test_a_pass_may_have_the_name_of_a_stage() -> None:
+    captured = run_passes(Step().capture(), [Pass("capture", True, lambda c: (c, "")), *pipeline(True)])
+    assert [name for name, _ in captured.stages()] == ["capture", "capture", "canonicalize"]
+
+
 def test_what_is_overwritten_before_the_backward_pass_is_not_computed_again() -> None:
     step = Step()
     plain = run_passes(step.capture(overwrite=False), pipeline())
