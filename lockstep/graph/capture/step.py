@@ -142,7 +142,12 @@ def _tag_submodules(module: nn.Module) -> Iterator[None]:
     def leave(*_: Any) -> None:
         contexts.pop().__exit__(None, None, None)
 
+    def leave_all() -> None:
+        while contexts:
+            leave()
+
     with ExitStack() as stack:
+        stack.callback(leave_all)  # after a signal's exception, for which torch calls no hooks
         for path, submodule in module.named_modules():
             if path:
                 stack.callback(submodule.register_forward_pre_hook(enter(path)).remove)

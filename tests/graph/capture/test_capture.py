@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -126,3 +129,23 @@ def test_backward_and_modules_are_marked() -> None:
     assert "lockstep.linear.default(rms_norm_1, arg3_1)  # 1" in dump(captured)
     expected = torch.autograd.grad(module(x).square().sum(), list(own.param.values()))
     assert all(map(torch.equal, run(captured, inputs), expected))
+
+
+def test_an_interrupted_trace_leaves_no_marks_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    def body(t: Inputs) -> dict[str, Tensor]:
+        with substitute_inputs(module, t):
+            return {"y": module(t.user["x"])}
+
+    ignored = list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    for layer in (Interrupted(), nn.Sequential(Block(), Interrupted())):
+        module = nn.Sequential(layer)
+        own = module_inputs(module)
+        with pytest.raises(KeyboardInterrupt):
+            capture("f", body, Inputs(own.param, user={"x": torch.ones(2, 4)}))
+        gc.collect()
+    assert not ignored
