@@ -50,7 +50,7 @@ def load(
         raise InputError(f"{path}: cannot be read: {error}") from error
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
+    except yaml.YAMLError as error:
         reason = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
         raise InputError(f"{path}: not valid YAML: {reason}") from error
     try:
@@ -113,6 +113,14 @@ class _StrictLoader(yaml.SafeLoader):
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # thousands of digits; `!!bool maybe`
+            kind = node.tag.rpartition(":")[2]
+            said = error if isinstance(error, ValueError) else f"{node.value!r} is no {kind}"
+            raise yaml.constructor.ConstructorError(None, None, str(said), node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -208,6 +208,9 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
         ("task: {data: [", "but found '<stream end>' at line 1, column 15: "),
         ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
         (f"steps: 1{5000 * '0'}", "not valid YAML: Exceeds the limit"),
+        ("steps: !!bool maybe", "not valid YAML: 'maybe' is no bool at line 1, column 8"),
+        ("steps: 3\ntask: {data: !!timestamp x}", "not valid YAML: 'x' is no timestamp at line 2, column 14"),
+        ("task: {data: 2026-02-31}", "not valid YAML: day is out of range for month at line 1, column 14"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
