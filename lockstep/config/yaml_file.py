@@ -96,18 +96,23 @@ def suggest(name: str, allowed: Iterable[str]) -> str:
     return f"{question} allowed: {', '.join(names)}".lstrip()
 
 
-_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_NUMBERS = {  # fewer than plain YAML's, as `save` writes all other texts without quotes
+    "int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"),
+    "float": re.compile(
+        r"([-+]?[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    ),
+}
 
 
 class _StrictLoader(yaml.SafeLoader):
     """A SafeLoader that refuses a key given twice (plain YAML would silently take the last).
 
-    Its booleans and integers are YAML 1.2's: `parity: off` is the word, not False; `1:30` is not 90, nor `010` 8.
+    Its booleans and numbers are YAML 1.2's: `parity: off` is the word, not False; `1:30` is not 90, nor `010` 8.
     """
 
     yaml_implicit_resolvers: typing.ClassVar = {
         first: [
-            (tag, _INTEGER if tag == "tag:yaml.org,2002:int" else pattern)
+            (tag, _NUMBERS.get(tag.rpartition(":")[2], pattern))
             for tag, pattern in resolvers
             if tag != "tag:yaml.org,2002:bool" or first in "tTfF"
         ]

@@ -142,6 +142,14 @@ def test_save_and_load_give_the_same_configuration(tmp_path_factory: pytest.Temp
     assert repr(yaml_file.load(path)) == repr(config)  # repr, so that NaN equals NaN and 1 is not 1.0
 
 
+def test_texts_that_look_like_numbers_stay_texts(tmp_path: Path) -> None:
+    config = RunConfig(
+        sampling=SamplingConfig(stop=("+.5", ".5", "1:30.5", "1:30", "010", "1e-6", "1.e+3", "0x_", ".nan"))
+    )
+    yaml_file.save(config, tmp_path / "my.yaml")
+    assert yaml_file.load(tmp_path / "my.yaml") == config
+
+
 def test_every_field_is_written(tmp_path: Path) -> None:
     yaml_file.save(RunConfig(), tmp_path / "config.yaml")
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
@@ -195,6 +203,7 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
         ("seed: '7'", "seed is '7'; it must be a whole number"),
         ("model: 3", "model is 3; it must be a string"),
         ("sampling: {temperature: hot}", "sampling.temperature is 'hot'; it must be a number"),
+        ("sampling: {temperature: 1:30.5}", "sampling.temperature is '1:30.5'; it must be a number"),
         ("sampling: {temperature: false}", "sampling.temperature is False; it must be a number"),
         ("sampling: {ignore_eos: 'yes'}", "sampling.ignore_eos is 'yes'; it must be true or false"),
         ("parity: maybe", "parity is 'maybe'; it must be one of strict, warn, off"),
