@@ -17,6 +17,7 @@ from processes import finished
 
 from lockstep.config import (
     CheckpointConfig,
+    CompileConfig,
     LossConfig,
     OptimizerConfig,
     RunConfig,
@@ -92,6 +93,9 @@ def test_validation_names_the_field(config: RunConfig, message: str) -> None:
         (SamplingConfig(stop=("",)), "sampling.stop holds an empty string"),
         (OptimizerConfig(learning_rate=-1.0), "optimizer.learning_rate is -1.0; it must be at least 0"),
         (TaskConfig(data="x"), "task.data has no effect on sum-digits"),
+        (TaskConfig("dataset", "x", validation_data=""), "task.validation_data is empty; give one, or leave it out"),
+        (TaskConfig("dataset", "x", validation_split=""), "task.validation_split is empty; give one, or leave it out"),
+        (CompileConfig("step", dump=""), "compile.dump is empty; name a folder, or leave it out"),
         (LossConfig(epsilon_high=float("inf")), "loss.epsilon_high is inf; it must be at least 0 and finite"),
         (TrainerConfig(warmup_steps=10**400), f"trainer.warmup_steps is {10**400}; it must be at least 0 and finite"),
     ],

@@ -343,7 +343,7 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("def bare(x): return x\ndef make(): raise OSError('no server')\nnone = {}\n")
     with pytest.raises(InputError, match="has no method step, which says what follows a turn"):
         make_environment(TaskConfig(environment="lockstep.environments:Environment"))
-    with pytest.raises(InputError, match="task.environment is empty; name one"):
+    with pytest.raises(InputError, match="task.environment is empty; give one"):
         TaskConfig("word-arithmetic", environment="").validate()
     with pytest.raises(InputError, match="other.py:none' is an empty dict; it must have a factory for each"):
         make_environment(TaskConfig(environment=f"{tmp_path / 'other.py'}:none"))

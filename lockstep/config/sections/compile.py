@@ -114,6 +114,7 @@ class CompileConfig(Section):
     """Several processes: start a layer's collectives one layer before their results are needed."""
 
     def check(self) -> None:
+        refuse(self.dump == "", "compile.dump is empty; name a folder, or leave it out")
         refuse("" in self.recompute, "compile.recompute holds an empty pattern; name a module, an operator or full")
         for i, name in enumerate(self.pass_names):
             refuse(

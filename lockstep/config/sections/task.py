@@ -101,9 +101,8 @@ class TaskConfig(Section):
         refuse(name == "gsm8k" and not self.data, "task.data is missing: gsm8k needs --data FILE.jsonl")
         refuse(name == "dataset" and not self.data, "task.data is missing: a dataset task needs --data PATH or hub id")
         template_variables(self.chat_template_kwargs)
-        refuse(self.environment == "", "task.environment is empty; name one, or leave it out")
-        refuse(self.prompt_column == "", "task.prompt_column is empty; name the column that holds the prompt")
-        refuse(self.system_prompt == "", "task.system_prompt is empty; give a text, or leave it out")
+        for field in ("environment", "prompt_column", "system_prompt", "validation_data", "validation_split"):
+            refuse(getattr(self, field) == "", f"task.{field} is empty; give one, or leave it out")
         refuse(
             self.reward_timeout > 0 and self.reward_workers == 0,
             "task.reward_timeout needs task.reward_workers of at least 1: a call can only be ended with its process",
