@@ -83,12 +83,13 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
 
 
 def _refuse_switch_values(arguments: Sequence[str], known: Collection[str]) -> None:
-    for switch, value in itertools.pairwise(arguments):
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        switch, joined, value = argument.partition("=")
         opposite = _opposite(switch)
         is_switch = switch.replace("_", "-") in known and opposite.replace("_", "-") in known
         refuse(
-            is_switch and value.lower() in _SWITCH_VALUES,
-            f"{switch} takes no value, and is given {value!r}; {opposite} is its opposite",
+            is_switch and bool(joined or following.lower() in _SWITCH_VALUES),
+            f"{switch} takes no value, and is given {value if joined else following!r}; {opposite} is its opposite",
         )
 
 

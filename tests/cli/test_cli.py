@@ -506,6 +506,8 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
             "train --parallel.balance_batch no",
             ["takes no value, and is given 'no'; --parallel.no-balance_batch"],
         ),
+        ("train --task.easy=false", ["--task.easy takes no value, and is given 'false'; --task.no-easy"]),
+        ("parity --model m --compile.no-canonicalize=", ["canonicalize takes no value, and is given ''; --compile"]),
         ("eval --model m --task sum-digits --no-easy true", ["--no-easy takes no value", "; --easy is its opposite"]),
         ("replay done --trajectory ٠/0/0", ["it must be STEP/GROUP/SAMPLE"]),
         ("train --parity perhaps", ["--parity", "perhaps", "strict"]),
