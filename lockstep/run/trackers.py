@@ -53,7 +53,9 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 action(tracker)
-            except (Exception, SystemExit) as error:  # a full disk, a lost server or a bug there must not end the run
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a full disk, a lost server or a cancelled task there must not end the run
                 del self._open[name]
                 said = str(error)
                 if isinstance(tracker, UserTracker):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -190,10 +191,16 @@ def test_a_run_calls_a_function_of_a_file_at_each_step(tmp_path: Path, caplog: p
     assert saved == [f"{line['step']} {line['reward/mean']}" for line in lines[:2]] and len(lines) == 3
 
 
+def is_cancelled(step: int, metrics: dict[str, float]) -> None:
+    raise asyncio.CancelledError("by a server")
+
+
 def test_a_function_that_leaves_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trackers = Trackers(MetricsConfig(trackers=(f"{__name__}:leaves",)), tmp_path, {})
+    names = tuple(f"{__name__}:{name}" for name in ("leaves", "is_cancelled"))
+    trackers = Trackers(MetricsConfig(trackers=names), tmp_path, {})
     trackers.log(0, METRICS)
     assert re.search(r"leaves failed and is off from here on: SystemExit: enough \(.*, line", caplog.text)
+    assert re.search(r"is_cancelled failed and is off from here on: CancelledError: by a server \(", caplog.text)
 
 
 @pytest.mark.parametrize(
