@@ -61,8 +61,9 @@ def name_read_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A context with a temporary path to write, which then replaces `path` atomically. Raises `LockstepError`."""
-    temporary = path.with_name(f".tmp-{path.name}")
+    """A context with a temporary path to write, of this process alone, which then replaces `path` atomically. Raises
+    `LockstepError`."""
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     with name_write_errors(path):
         try:
             yield temporary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from lockstep.run.metrics import (
     SUMMARY_FILE,
     MetricsWriter,
     add_to_step,
+    atomic_write,
     logprobs_digest,
     read_records,
     rollout_records,
@@ -175,6 +177,17 @@ def test_summary_is_replaced_whole(tmp_path: Path) -> None:
     write_json(tmp_path / SUMMARY_FILE, {"total_s": 2.0, "loss": math.inf})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"total_s": 2.0, "loss": "Infinity"}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_two_processes_may_replace_a_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    with atomic_write(path) as temporary:
+        temporary.write_text("first")
+        if (other := os.fork()) == 0:
+            write_json(path, {"a": 1})
+            os._exit(0)
+        assert os.waitpid(other, 0)[1] == 0 and json.loads(path.read_text()) == {"a": 1}
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 
 
 def test_rollout_records() -> None:
