@@ -84,7 +84,7 @@ def train(
         own = tuple(_name_function("tracker", function) for function in functions)
         config = replace(config, metrics=replace(config.metrics, trackers=config.metrics.trackers + own))
     config = validate(yaml_file.check_types(config))
-    given_dir = None if run_dir is None else Path(run_dir)
+    given_dir = None if run_dir is None else Path(os.path.expanduser(run_dir))
     if resume and given_dir is None:
         raise InputError("run_dir is missing: name the folder of the run to resume")
     if resume_with_other_numerics and not resume:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -55,7 +57,15 @@ def _parse_overview(arguments: list[str]) -> Any:
 
 
 def _parse_command(kind: Any, arguments: list[str], **default: Any) -> Any:
-    return tyro.cli(kind, args=arguments[1:], prog=f"lockstep {arguments[0]}", config=_HELP_CONFIG, **default)
+    flags = tyro.cli(kind, args=arguments[1:], prog=f"lockstep {arguments[0]}", config=_HELP_CONFIG, **default)
+    return replace(flags, **{item.name: _expand_home(getattr(flags, item.name)) for item in fields(flags)})
+
+
+def _expand_home(value: Any) -> Any:
+    """A flag's path, or paths, with `~` expanded, which a shell leaves in --flag=~/folder."""
+    if isinstance(value, tuple):
+        return tuple(map(_expand_home, value))
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def _parse_run(kind: Any, arguments: list[str], given: set[str]) -> _Run:

@@ -167,6 +167,17 @@ def test_config_replays_and_flags_override_it(run: Recorder, tmp_path: Path) -> 
     assert resolved(run, "--config my.yaml --steps 9") == replace(saved, steps=9)
 
 
+def test_a_home_folder_that_the_shell_did_not_expand(
+    run: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    first = resolved(run, "--run-dir=~/r --seed 5")
+    assert run.calls[-1][1] == tmp_path / "home" / "r"
+    assert resolved(run, "--resume=~/r") == resolved(run, "--config=~/r/config.yaml") == first
+    lockstep.train(first, "~/other")
+    assert run.calls[-1][1] == tmp_path / "home" / "other" and not Path("~").exists()
+
+
 def test_flags_are_parsed_again_where_a_run_begins_from_something_else(
     run: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
