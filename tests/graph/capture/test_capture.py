@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import ops
-from lockstep.graph import GraphError, Inputs, backward, capture, dump, module_inputs, run_passes, substitute_inputs
+from lockstep.graph import (
+    GraphError,
+    Inputs,
+    backward,
+    capture,
+    digest,
+    dump,
+    module_inputs,
+    run_passes,
+    substitute_inputs,
+)
 from lockstep.graph.ir.captured import is_backward, module_of
 
 
@@ -149,3 +160,18 @@ def test_an_interrupted_trace_leaves_no_marks_behind(monkeypatch: pytest.MonkeyP
             capture("f", body, Inputs(own.param, user={"x": torch.ones(2, 4)}))
         gc.collect()
     assert not ignored
+
+
+def test_threads_may_trace_functions_of_their_own() -> None:
+    def digests(_: int) -> list[str]:
+        module = nn.Sequential(*(Block() for _ in range(8)))
+        inputs = Inputs(module_inputs(module).param, user={"x": torch.ones(2, 4)})
+
+        def body(t: Inputs) -> dict[str, Tensor]:
+            with substitute_inputs(module, t):
+                return {"y": module(t.user["x"])}
+
+        return [digest(capture("f", body, inputs)) for _ in range(4)]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert set(sum(pool.map(digests, range(3)), [])) == set(digests(0))
