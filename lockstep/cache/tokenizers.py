@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from . import fingerprint, user_folder
 _FILES = (".json", ".jinja", ".txt", ".model")  # suffixes of files in a model folder that a tokenizer may read
 _ATTRIBUTES = ("eos_token_id", "pad_token_id", "chat_template", "name_or_path")  # cached beside the files
 _MAX_CACHED = 8  # tokenizers to keep
+_LOADING = threading.RLock()  # several threads cannot import `transformers` at once
 _LARGEST = 64 << 20  # bytes from which on a file is identified by size and time, not by a hash
 
 
@@ -70,16 +72,20 @@ class CachedTokenizer:
         return getattr(self._full(), name)
 
     def _full(self) -> Any:
-        if self._full_tokenizer is None:
-            self._full_tokenizer = self._load()
+        with _LOADING:
+            if self._full_tokenizer is None:
+                self._full_tokenizer = self._load()
         self._full_tokenizer.chat_template = self.chat_template  # it may have been changed
         return self._full_tokenizer
 
 
 def load_cached(source: Path | str, load: Callable[[], Any]) -> Any:
     """The tokenizer of a folder or name: from the cache, or by `load` and then cached."""
-    if fingerprint.is_modified():
-        return load()
+    with _LOADING:
+        return load() if fingerprint.is_modified() else _load_cached(source, load)
+
+
+def _load_cached(source: Path | str, load: Callable[[], Any]) -> Any:
     path = user_folder.cache_folder() / "tokenizers" / f"{_key(source)}.json"
     with suppress(Exception):  # whatever a library raises on unsuitable files; then it is loaded
         if (cached := _read(path)) is not None:

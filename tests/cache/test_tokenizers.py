@@ -148,6 +148,18 @@ def test_text_does_not_import_transformers_a_second_time(cache: Path) -> None:
     assert done.stdout.splitlines() == ["[97, 98] a", "False", "20 True"], done.stderr
 
 
+def test_threads_may_load_one_each(cache: Path, tmp_path: Path) -> None:
+    save_tokenizer(byte_tokenizer(), tmp_path)
+    source = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from lockstep.models.tokenizer import load_tokenizer\n"
+        "with ThreadPoolExecutor(3) as pool:\n"
+        f"    print([t.decode([65]) for t in pool.map(load_tokenizer, [{str(tmp_path)!r}] * 3)])\n"
+    )
+    found = finished([sys.executable, "-c", source])
+    assert found.stdout == "['A', 'A', 'A']\n", found.stderr
+
+
 def test_one_that_an_edited_package_kept_is_loaded(merges: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both(merges)
     monkeypatch.setattr(fingerprint, "sources", lambda: "edited")
