@@ -29,9 +29,9 @@ class WarmUp:
 
     Attributes:
         ended: the warm-up is over; see `Runtime.end_warm_up`.
-        late: graphs made after it, one per combination of statics and sizes, and compiled variants of layers.
+        recompiles: graphs made after it, one per combination of statics and sizes, and compiled variants of layers.
         launch: how a call of a graph is carried out.
-        loaded: the graphs' kernels are loaded, so a graph can be recorded without a launch before.
+        kernels_loaded: the graphs' kernels are loaded, so a graph can be recorded without a launch before.
     """
 
     def __init__(self, levels: Sequence[Level], first: Level, later: Level, timings: Timings, records: bool) -> None:
