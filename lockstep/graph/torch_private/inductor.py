@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..ir.sizes import Condition, Expression, expression
+from .trace import ONE_AT_A_TIME
 
 # Round intermediates as the operators do, and choose kernels without autotuning.
 _OPTIONS = {"emulate_precision_casts": True, "deterministic": True}
@@ -68,7 +69,7 @@ class Signature:
 
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env)
-        with torch.inference_mode(False), torch.no_grad(), tracing(TracingContext(mode)):
+        with ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad(), tracing(TracingContext(mode)):
             symbols, inputs = self._fakes(env, mode)
             with mode:
                 flat = make_fx(lambda *values: module.forward(*values))(*inputs)

@@ -29,7 +29,7 @@ _log = logging.getLogger("lockstep.graph")
 _ADDRESS_WARNING = "Accessing the data pointer of FakeTensor"
 ALIGNMENT = 16  # bytes; Triton specializes kernels on pointers that are multiples of this
 Flat = Callable[..., list[Tensor]]  # takes only tensors
-_ONE_AT_A_TIME = threading.RLock()  # held during a trace, whose state torch keeps for the whole process
+ONE_AT_A_TIME = threading.RLock()  # held during a trace, whose state torch keeps for the whole process
 _TAGS = "custom"  # key of the tags of `annotate` in a node's metadata
 
 
@@ -86,7 +86,7 @@ def trace(
 
     env = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    with _ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad():
+    with ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad():
         fakes, names = _fakes(mode, env, tensors, dims)
         # One thread, so that nodes of the backward pass get the tags that are set around it.
         with mode, tracing(TracingContext(mode)), traceback.preserve_node_meta(), _one_thread(), _refuse_addresses():

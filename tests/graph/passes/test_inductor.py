@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from two_roles import TwoRoles, batch, needs_inductor, quick_inductor, results, runtime_of
 
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig, validate
@@ -35,6 +38,7 @@ from lockstep.graph.passes.compiled_subgraph import CompiledSubgraph, Regions
 from lockstep.graph.passes.inductor import stretches
 from lockstep.graph.passes.recompute import UnknownPattern
 from lockstep.graph.passes.subgraph import outline
+from lockstep.graph.torch_private.inductor import Signature
 from lockstep.models.init import ARCHITECTURES
 from lockstep.rl.loop import Loop
 from lockstep.session import build as build_room
@@ -101,6 +105,34 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     call.__name__ = name
     return call
+
+
+@needs_inductor
+def test_a_thread_may_compile_a_region_while_another_traces(regions: Regions) -> None:
+    traces, compiles, traced = Event(), Event(), Event()
+
+    class Region(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            compiles.set()
+            traced.wait(9)
+            return [x * 2]
+
+    def body(t: Inputs) -> dict[str, Tensor]:
+        traces.set()
+        compiles.wait(0.5)
+        return {"y": t.user["x"] + 1}
+
+    def compiled() -> Any:
+        traces.wait(9)
+        with FakeTensorMode() as mode:
+            signature = Signature([mode.from_tensor(torch.ones(3))])
+        return signature.compile(Region())[0]
+
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(compiled)
+        capture("f", body, Inputs(user={"x": torch.ones(3)}))
+        traced.set()
+        assert found.result()(torch.ones(3))[0].tolist() == [2, 2, 2]
 
 
 def test_what_reads_an_input_that_is_overwritten_is_not_computed_again_behind_that() -> None:
