@@ -360,7 +360,8 @@ def state_in_one_process(world: World) -> Any:
 
 @check
 def offloaded(world: World) -> Any:
-    """The optimizer's state in the host's memory, of ranks that go on from what they saved, and on the device."""
+    """The optimizer's state in the host's memory, of ranks that go on from what they saved with a part of it on the
+    device, and whole on the device."""
 
     def of_one() -> list[Any]:
         one = Trainer(decoder(torch.bfloat16), OPTIMIZER, LossConfig())
@@ -371,6 +372,8 @@ def offloaded(world: World) -> Any:
     optimizer.CHUNK = 5 * 1024
     first, second = (Trainer(decoder(torch.bfloat16), config, LossConfig(), world=world) for _ in range(2))
     optimizer.CHUNK = chunk
+    second.optimizer.keep_on_device(6 * second.flat.layout.size)
+    assert 0 < second.optimizer.kept_bytes < 6 * second.flat.layout.size
     run(first, world, steps=1)
     second.load_state(parts(first), saved(first)[1])
     return on_all(world, different(run(second, world), world.broadcast_from_first(of_one)))
