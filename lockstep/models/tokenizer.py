@@ -160,11 +160,23 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
         raise LockstepError(f"{folder}: the tokenizer cannot be written ({error})") from error
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where: str) -> None:
-    """Raise `InputError`, naming `where`, if the tokenizer has a token id beyond the model's vocabulary. A vocabulary
-    larger than the tokenizer's is usual."""
-    needed = max(tokenizer.get_vocab().values()) + 1
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where: str, with_added: bool = False) -> None:
+    """Raise `InputError`, naming `where`, if the tokenizer's vocabulary is larger than the model's. A smaller one is
+    usual. Unless `with_added`, tokens that were added to it, other than its end of sequence, may lie beyond the
+    model's: text with one of them is refused later (`require_known`)."""
+    ids = set(tokenizer.get_vocab().values())
+    if not with_added and max(ids) >= vocab_size:
+        ids = ids.difference(tokenizer.get_added_vocab().values()) | {tokenizer.eos_token_id or 0}
+    needed = max(ids) + 1
     refuse(needed > vocab_size, f"{where} needs a vocabulary of {needed}, but the model's has {vocab_size} entries")
+
+
+def require_known(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], vocab_size: int) -> list[int]:
+    """Return `token_ids` of a text. `InputError`: one of them is beyond the model's vocabulary."""
+    if token_ids and (last := max(token_ids)) >= vocab_size:
+        token = tokenizer.decode([last])
+        raise InputError(f"the text has {token!r}, token id {last}, outside the model's vocabulary of {vocab_size}")
+    return token_ids
 
 
 def require_same_tokens(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from small import CONFIG, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lockstep.config import RunConfig
 from lockstep.errors import InputError, LockstepError
+from lockstep.models.init import init_folder
 from lockstep.models.tokenizer import (
     END_OF_TEXT,
     IM_END,
@@ -30,6 +33,7 @@ from lockstep.models.tokenizer import (
     save_tokenizer,
     shows_today,
 )
+from lockstep.session.build import load_policy
 from lockstep.session.text.policy import Policy
 
 TOKENIZER = byte_tokenizer()
@@ -245,6 +249,29 @@ def test_a_vocabulary_must_hold_every_token_id() -> None:
     check_vocabulary(TOKENIZER, 512, "folder")
     with pytest.raises(InputError, match="folder needs a vocabulary of 259, but the model's has 258"):
         check_vocabulary(TOKENIZER, 258, "folder")
+
+
+def test_a_token_added_beyond_the_vocabulary_is_refused_where_a_text_has_it(tmp_path: Path) -> None:
+    """As `<image_soft_token>` of Gemma 3 1B, which has no row for it."""
+    folder = tmp_path / "model"
+    init_folder("tiny", folder, 0, vocab_size=259)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    save_tokenizer(tokenizer, folder)
+    for policy in [load_policy(RunConfig(model=str(folder), device="cpu")) for _ in range(2)]:  # then from the cache
+        assert policy.encode("a") == [97] and policy.tokenizer.encode("<image>") == [259]
+        chat, said = [*MESSAGES, {"role": "assistant", "content": "4"}], [{"role": "user", "content": "a<image>b"}]
+        for encode in (
+            partial(policy.encode, "a<image>b"),
+            partial(policy.encode, said),
+            partial(policy.encode_completion, "a<image>b", False),
+            partial(policy.encode_following, None, "a<image>b"),
+            partial(policy.encode_following, chat, said),
+        ):
+            with pytest.raises(InputError, match="'<image>', token id 259, outside the model's vocabulary of 259"):
+                encode()
+    with pytest.raises(InputError, match="arch tiny needs a vocabulary of 260, but the model's has 259 entries"):
+        init_folder("tiny", tmp_path / "another", 0, str(folder), vocab_size=259)
 
 
 # As Qwen3's: thinking stays while tools answer, and is left out of what lies before the last user message.

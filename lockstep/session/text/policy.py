@@ -29,6 +29,7 @@ from ...models.tokenizer import (
     encode_prompt,
     end_of_answer,
     max_token_bytes,
+    require_known,
     require_prompt_fits,
     shows_today,
 )
@@ -60,7 +61,11 @@ class Policy:
     ) -> list[int]:
         """Token ids of a prompt: text, or messages shown by the chat template with these tools and `more` variables."""
         require_prompt_fits(prompt, self.model.config.max_position_embeddings, self.max_token_bytes)
-        return encode_prompt(self.tokenizer, prompt, self._variables_with(tools) | (more or {}))
+        token_ids = encode_prompt(self.tokenizer, prompt, self._variables_with(tools) | (more or {}))
+        return token_ids if max(token_ids, default=0) < self.model.config.vocab_size else self._known(token_ids)
+
+    def _known(self, token_ids: list[int]) -> list[int]:
+        return require_known(self.tokenizer, token_ids, self.model.config.vocab_size)
 
     def _variables_with(self, tools: Sequence[Tool]) -> dict[str, Any]:
         return self.template_variables | ({"tools": list(tools)} if tools else {})
@@ -72,8 +77,8 @@ class Policy:
 
     def encode_completion(self, text: str, in_chat: bool) -> list[int]:
         """Token ids of a completion with the token that ends it: in a chat that of the chat template."""
-        end = self.end_of_answer if in_chat else self.tokenizer.eos_token_id
-        return [*self.tokenizer.encode(text, add_special_tokens=False), end]
+        end: Any = self.end_of_answer if in_chat else self.tokenizer.eos_token_id
+        return [*self._known(self.tokenizer.encode(text, add_special_tokens=False)), end]
 
     @cached_property
     def end_of_answer(self) -> int | None:
@@ -87,11 +92,11 @@ class Policy:
         messages rendered by the model's template."""
         require_prompt_fits(given, self.model.config.max_position_embeddings, self.max_token_bytes)
         if isinstance(given, str):
-            return encode_continuation(self.tokenizer, given)
+            return self._known(encode_continuation(self.tokenizer, given))
         if messages is None:
             raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
         ends = [self.tokenizer.decode([token]) for token in self.model.config.eos_token_ids]
-        return encode_following(self.tokenizer, messages, given, self._variables_with(tools), ends)
+        return self._known(encode_following(self.tokenizer, messages, given, self._variables_with(tools), ends))
 
     @property
     def tokens(self) -> ChatCodec:
