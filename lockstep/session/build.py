@@ -420,9 +420,10 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
 
 
 def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE_PROCESS) -> None:
-    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. An
-    existing folder is replaced only once the new one is complete. Every rank of `world` calls this and writes the
-    weights that it has `held`; by default those of the model."""
+    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template, and what
+    the folder that the model comes from says of generation. An existing folder is replaced only once the new one is
+    complete. Every rank of `world` calls this and writes the weights that it has `held`; by default those of the
+    model."""
     from ..models.hf.export import Export, replace_folder, staging_folder
     from ..models.tokenizer import save_tokenizer
 
@@ -431,7 +432,8 @@ def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world:
         save_tokenizer(policy.tokenizer, staging)
 
     with staging_folder(folder, world.is_first) as staging:
-        export = Export(policy.model, staging)
+        generation = policy.source.generation_config if isinstance(policy.source, FolderWeights) else None
+        export = Export(policy.model, staging, generation=generation)
         world.broadcast_from_first(begin)
         world.gather_results(lambda: export.write(held or ranges_of(policy.model)))
         world.gather_results(lambda: export.convert_layouts(world.rank, world.size))

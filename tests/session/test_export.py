@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from lockstep.config import RunConfig
 from lockstep.errors import LockstepError
@@ -78,3 +81,16 @@ def test_a_link_is_followed_and_what_cannot_be_replaced_stays(
     with pytest.raises(LockstepError, match=r"elsewhere: cannot be replaced .*; the model is in .*\.new-elsewhere"):
         save_policy(policy, out)
     assert held(out) == before and held(tmp_path / ".new-elsewhere").keys() == before.keys()
+
+
+def test_what_a_folder_says_of_generation_comes_back(model: Path, tmp_path: Path) -> None:
+    folder, out, name = tmp_path / "model", tmp_path / "out", "generation_config.json"
+    shutil.copytree(model, folder)
+    values = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "pad_token_id": 257}
+    (folder / name).write_text(json.dumps(values | {"eos_token_id": [258, 257]}))
+    save_policy(load_policy(RunConfig(model=str(folder), device="cpu")), out)
+    found = GenerationConfig.from_pretrained(out)
+    assert {key: getattr(found, key) for key in values} == values and found.eos_token_id == [258, 257]
+    (folder / name).unlink()
+    save_policy(load_policy(RunConfig(model=str(folder), device="cpu")), out)
+    assert json.loads((out / name).read_text()).keys() == {"eos_token_id", "pad_token_id"}

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from .config import to_hf
 from .weight_map import VALUE_HEAD, VALUE_HEAD_PIECE, weight_map
 
 MAX_SHARD_BYTES = 5 * 10**9
+GENERATION_CONFIG = "generation_config.json"
 
 
 def save_model(
@@ -39,7 +41,7 @@ class Export:
     """A model folder written by several processes, byte for byte as by one: the first process calls `create_files`,
     then each calls `write` with what it holds, and, once all have written, `convert_layouts`. Arguments and errors are
     those of `save_model`. A write holds `tensor_file.CHUNK_BYTES` in memory, or one block of a piece with a
-    `RowLayout`."""
+    `RowLayout`. `generation`: values of `generation_config.json`, such as a temperature; the ends are the model's."""
 
     def __init__(
         self,
@@ -47,8 +49,9 @@ class Export:
         folder: Path,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         metadata: Mapping[str, str] | None = None,
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
-        self._model, self._folder = model, folder
+        self._model, self._folder, self._generation = model, folder, generation or {}
         tensors = {name: tensor.to(model.embed.dtype) for name, tensor in meta_tensors(model.config).items()}
         tensors |= {name: buffer.to("meta") for name, buffer in model.named_buffers()}
         pieces = [(piece, piece.rows_of(tensors)) for piece in weight_map(model.config)]
@@ -72,7 +75,7 @@ class Export:
             raise LockstepError(f"{folder}: the folder cannot be made ({error.strerror})") from error
         dtype = str(self._model.embed.dtype).removeprefix("torch.")
         _write_json(folder / "config.json", to_hf(config, dtype))
-        _write_json(folder / "generation_config.json", _generation_config(config))
+        _write_json(folder / GENERATION_CONFIG, _generation_config(config, self._generation))
         for file, _ in self._files:
             with _report_write_errors(file.path):
                 file.create()
@@ -159,12 +162,9 @@ def replace_folder(made: Path, folder: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def _generation_config(config: ModelConfig) -> dict:
-    fields = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids),
-        "pad_token_id": config.pad_token_id,
-    }
+def _generation_config(config: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    own = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id, **given}
+    fields = own | {"eos_token_id": list(config.eos_token_ids)}  # with those given
     return {k: v for k, v in fields.items() if v not in (None, [])}
 
 

@@ -22,6 +22,7 @@ from ..config import ModelConfig
 from ..families import require_family, text_config
 from ..parts import Ranges, TensorRange, meta_tensors
 from .config import drop_nulls, from_hf, read_eos_token_ids
+from .export import GENERATION_CONFIG
 from .stored_tensors import FoundTensor, file_names, fill_rows, find_tensors, weights_path
 from .weight_map import ALL_ROWS, LM_HEAD, VALUE_HEAD, VALUE_HEAD_PIECE, fused_experts, weight_map
 
@@ -89,9 +90,19 @@ def sampled_hashes(model: str) -> dict[str, str]:
     return {name: sampled_hash(folder / name) for name in file_names(folder)}
 
 
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The values of the folder's `generation_config.json`; empty if it has none."""
+    path = folder / GENERATION_CONFIG
+    if not path.exists():
+        return {}
+    values = read_json_object(path)
+    check_fields(values, str(path))
+    return values
+
+
 def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration, with the end-of-sequence ids of generation_config.json added."""
-    path, generation = folder / "config.json", folder / "generation_config.json"
+    path = folder / "config.json"
     values = text_config(read_json_object(path))
     if isinstance(values.get("model_type"), str | None):
         require_family(values, str(path))  # before other fields, which are meaningless for an unknown model
@@ -103,13 +114,9 @@ def read_config(folder: Path) -> ModelConfig:
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # fields of a single family
         raise InputError(f"{path}: a field's value is of the wrong kind ({type(error).__name__}: {error})") from error
     check_end_of_sequence(config.eos_token_ids, config.vocab_size, str(path))
-    if generation.exists():
-        values = read_json_object(generation)
-        check_fields(values, str(generation))
-        more = read_eos_token_ids(values)
-        check_end_of_sequence(more, config.vocab_size, str(generation))
-        config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
-    return config
+    more = read_eos_token_ids(read_generation_config(folder))
+    check_end_of_sequence(more, config.vocab_size, str(folder / GENERATION_CONFIG))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
 _Match = tuple[FoundTensor, WeightSlice, Tensor]  # a tensor, its slice of the decoder, and the rows on the meta device
@@ -123,10 +130,14 @@ class FolderWeights:
     Args:
         dtype: the model's, in which a head and the embedding must be equal; by default that of the ranges, which is
             wider where they are an optimizer's masters.
+
+    Attributes:
+        generation_config: the values of the folder's file of that name.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         self.folder, self.config, self.dtype = folder, read_config(folder), dtype
+        self.generation_config = read_generation_config(folder)
 
     @torch.no_grad()
     def fill(self, wanted: Ranges) -> None:
