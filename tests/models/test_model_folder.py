@@ -8,9 +8,11 @@ import re
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save, save_file
 from small import load_model
 
@@ -516,6 +518,20 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(InputError, match="there is no such folder"):
         resolve_folder(model)
+
+
+def test_weights_are_downloaded_in_one_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """gpt-oss and Mistral's models have them in two."""
+    kept = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "value_head.safetensors", "a/b.jinja"]
+    others = ["original/model.safetensors", "original/config.json", "consolidated.safetensors", "metal/model.bin"]
+    found: list[str] = []
+
+    def snapshot_download(_: str, **patterns: Any) -> str:
+        found.extend(filter_repo_objects(kept + others, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_folder("org/name") == tmp_path and found == kept
 
 
 def test_a_folder_is_described_with_its_further_chat_templates(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ from .weight_map import ALL_ROWS, LM_HEAD, VALUE_HEAD, VALUE_HEAD_PIECE, fused_e
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 
 
+_DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+_WEIGHTS_AGAIN = ["original/*", "consolidated*"]  # in their makers' form, beside Hugging Face's
+
+
 def resolve_folder(model: str) -> Path:
     """The local folder of `model`: a path, or a hub id, which is downloaded unless the hub's cache has it. `InputError`
     if it is neither."""
@@ -42,7 +46,7 @@ def resolve_folder(model: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+        return Path(snapshot_download(model, allow_patterns=_DOWNLOADED, ignore_patterns=_WEIGHTS_AGAIN))
     except Exception as error:
         parent = f" in {str(path.parent)!r}, which is here" if os.path.isdir(path.parent) else ""
         raise InputError(f"model {model!r}: no such folder{parent}, and the hub did not give it ({error})") from error
