@@ -75,7 +75,8 @@ def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, v
     config = replace(config, vocab_size=config.vocab_size if vocab_size is None else vocab_size)
     tok: Any = load_tokenizer(Path(tokenizer)) if tokenizer else byte_tokenizer()
     check_vocabulary(tok, config.vocab_size, f"arch {arch}", with_added=True)
-    config = replace(config, eos_token_ids=(tok.eos_token_id,), pad_token_id=tok.pad_token_id)
+    ends = () if tok.eos_token_id is None else (tok.eos_token_id,)
+    config = replace(config, eos_token_ids=ends, pad_token_id=tok.pad_token_id)
     dtype = torch.float32 if arch.startswith("tiny") else torch.bfloat16
     require_memory(config, dtype, "cpu", f"arch {arch}")
     try:

@@ -76,6 +76,13 @@ def test_an_answer_ends_as_the_chat_template_ends_it() -> None:
     assert [policy.encode_completion("a", in_chat) for in_chat in (True, False)] == [[97, 256], [97, 258]]
 
 
+def test_a_random_model_with_a_tokenizer_that_has_no_end(tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(tmp_path / "tokenizer")
+    init_folder("tiny", tmp_path / "model", 0, str(tmp_path / "tokenizer"))
+    policy = load_policy(RunConfig(model=str(tmp_path / "model"), device="cpu"))
+    assert policy.model.config.eos_token_ids == () and policy.tokenizer.eos_token_id is None
+
+
 def test_template_variables_reach_the_template() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ '!' if loud else '.' }}"
