@@ -76,6 +76,15 @@ def test_an_answer_ends_as_the_chat_template_ends_it() -> None:
     assert [policy.encode_completion("a", in_chat) for in_chat in (True, False)] == [[97, 256], [97, 258]]
 
 
+@pytest.mark.parametrize("ends", [(), (256, 258)])
+def test_a_completion_ends_as_the_model_s_do_where_the_tokenizer_has_no_end(ends: tuple[int, ...]) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    policy = Policy(make_model(torch.float32, config=replace(CONFIG, eos_token_ids=ends)), tokenizer)
+    assert tokenizer.eos_token_id is policy.end_of_answer is None
+    assert [policy.encode_completion("a", in_chat) for in_chat in (True, False)] == [[97, *ends[:1]]] * 2
+
+
 def test_a_random_model_with_a_tokenizer_that_has_no_end(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(tmp_path / "tokenizer")
     init_folder("tiny", tmp_path / "model", 0, str(tmp_path / "tokenizer"))

@@ -76,9 +76,11 @@ class Policy:
         return max_token_bytes(self.tokenizer)
 
     def encode_completion(self, text: str, in_chat: bool) -> list[int]:
-        """Token ids of a completion with the token that ends it: in a chat that of the chat template."""
-        end: Any = self.end_of_answer if in_chat else self.tokenizer.eos_token_id
-        return [*self._known(self.tokenizer.encode(text, add_special_tokens=False)), end]
+        """Token ids of a completion with the token that ends it: in a chat that of the chat template, else the
+        tokenizer's. If it has none, the model's first ends it, or nothing."""
+        end = self.end_of_answer if in_chat else self.tokenizer.eos_token_id
+        ends = self.model.config.eos_token_ids[:1] if end is None else (end,)
+        return [*self._known(self.tokenizer.encode(text, add_special_tokens=False)), *ends]
 
     @cached_property
     def end_of_answer(self) -> int | None:
