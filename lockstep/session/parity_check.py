@@ -23,7 +23,7 @@ from ..config import (
     given_or_default,
     validate,
 )
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..graph import Runtime, Work
 from ..trainer import BatchShape, Packing, Trainer, pack_shards
 from ..types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
@@ -169,6 +169,7 @@ def check_model(
 def _check(session: Session, tokens: int) -> ParityReport:
     decoder, runtime, world = session.policy.model, session.runtime, session.world
     device, context = decoder.embed.device, decoder.config.max_position_embeddings
+    refuse(context < 2, f"the model's context is {context}; a prompt and a completion need one token each")
     length = min(_COMPLETION_LENGTH, context // 2)
     vocabulary, max_prompt = decoder.config.vocab_size, min(_MAX_PROMPT_LENGTH, context - length)
     prompts, sampling = _random_prompts(tokens, session.config.seed, vocabulary, max_prompt, length)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from model_edits import edited
 
 from lockstep.config import CompileConfig, OptimizerConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
-from lockstep.errors import NonFiniteError, ParityError
+from lockstep.errors import InputError, NonFiniteError, ParityError
 from lockstep.rl import loop as loops
 from lockstep.rl.loop import Loop
 from lockstep.run.display import Display
@@ -227,6 +229,18 @@ def test_the_parity_command_fails_where_tokens_are_not_compared(model: Path, mon
     assert report.render().endswith("FAIL: not every sampled token was compared.")
     assert replace(report, tokens_not_covered=0).identical
     assert f"  Tokens checked    : {report.tokens_checked} (64 were asked for; the completions" in report.render()
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_context_that_holds_no_completion_is_refused(context: int, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    edited(max_position_embeddings=context)(folder)
+    if context == 2:
+        assert check_model(str(folder), tokens=1, device="cpu").identical
+    else:
+        with pytest.raises(InputError, match="the model's context is 1; a prompt and a completion need one token each"):
+            check_model(str(folder), tokens=1, device="cpu")
 
 
 @pytest.mark.parametrize(("seed", "tokens"), [(10, 9000), (390, 3000)])
