@@ -470,6 +470,22 @@ def test_a_model_without_its_tokenizer_is_not_left(tmp_path: Path, monkeypatch: 
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("has_critic", [False, True])
+def test_a_value_head_is_not_among_the_files_that_an_index_names(has_critic: bool, tmp_path: Path) -> None:
+    """Those alone vLLM reads, or all `*.safetensors` if there is no index."""
+    model = initialize(Decoder(ARCHITECTURES["tiny"], torch.float32), 0)
+    if has_critic:
+        model.add_value_head()
+    save_model(model, tmp_path)
+    index, read = tmp_path / "model.safetensors.index.json", [path.name for path in tmp_path.glob("*.safetensors")]
+    if index.exists():
+        read = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    assert read == ["model.safetensors"] and (tmp_path / "value_head.safetensors").exists() == has_critic
+    again = load_model(tmp_path, torch.float32)
+    assert torch.equal(again.embed, model.embed)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 512
+
+
 def test_weights_have_the_permissions_of_the_other_files(folder: Path, tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:

@@ -80,7 +80,7 @@ class Export:
             with _report_write_errors(file.path):
                 file.create()
         weights = [file for file, _ in self._files if file.path.name != VALUE_HEAD]
-        if len(weights) > 1:
+        if len(self._files) > 1:  # vLLM reads all files where there is no index, the value head's among them
             total = sum(entry.nbytes for file in weights for entry in file.entries.values())
             index = {name: file.path.name for file in weights for name in file.entries}
             _write_json(
