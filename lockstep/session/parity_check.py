@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -128,7 +129,7 @@ _MAX_TOKENS = 10_000_000  # takes days on a CPU; all completions are held in mem
 
 
 def check_model(
-    model: str,
+    model: str | Path,
     tokens: int = 4000,
     seed: int = 0,
     device: str = "auto",
@@ -155,7 +156,7 @@ def check_model(
     parallel = given_or_default("parallel", parallel, ParallelConfig)
     check_layout(parallel, *PARITY_LAYOUT_FIELDS)
     how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
-    config = validate(RunConfig(model=model, seed=seed, compile=compile, parallel=parallel, **how))  # type: ignore[arg-type]
+    config = validate(RunConfig(model=str(model), seed=seed, compile=compile, parallel=parallel, **how))  # type: ignore[arg-type]
     with join_processes(config) as world:
         config, world = choose_generator_tp_by_memory(config, world)
         session = Session(world.run_on_all(lambda: resolve(config, world.size, steps=False)), world=world)

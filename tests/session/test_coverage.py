@@ -231,13 +231,18 @@ def test_the_parity_command_fails_where_tokens_are_not_compared(model: Path, mon
     assert f"  Tokens checked    : {report.tokens_checked} (64 were asked for; the completions" in report.render()
 
 
+def test_a_check_of_no_model_is_refused() -> None:
+    with pytest.raises(InputError, match="model 'None': there is no such folder"):
+        check_model(None, tokens=1, device="cpu")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("context", [1, 2])
 def test_a_context_that_holds_no_completion_is_refused(context: int, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     edited(max_position_embeddings=context)(folder)
     if context == 2:
-        assert check_model(str(folder), tokens=1, device="cpu").identical
+        assert check_model(folder, tokens=1, device="cpu").identical
     else:
         with pytest.raises(InputError, match="the model's context is 1; a prompt and a completion need one token each"):
             check_model(str(folder), tokens=1, device="cpu")
