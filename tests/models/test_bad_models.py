@@ -149,6 +149,19 @@ def test_a_model_folder(model: Path, tmp_path: Path, damage: Callable[[Path], No
     assert message in str(info.value) and str(folder) in str(info.value)
 
 
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter_is_told_from_a_model(model: Path, tmp_path: Path, has_config: bool) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(model, folder)
+    written("adapter_config.json", b"{}")(folder)
+    assert read_config(folder) == read_config(model)
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    if not has_config:
+        written("config.json", None)(folder)
+    with pytest.raises(InputError, match=r"adapter_config\.json: an adapter, such as LoRA's, is no model; merge it"):
+        load_policy(RunConfig(model=str(folder), device="cpu"))
+
+
 def test_weights_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may read everything, so the refusal is made up."""
     opened = Path.open

@@ -107,6 +107,11 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration, with the end-of-sequence ids of generation_config.json added."""
     path = folder / "config.json"
+    adapter = folder / "adapter_config.json"
+    refuse(
+        adapter.exists() and not weights_path(folder).exists(),
+        f"{adapter}: an adapter, such as LoRA's, is no model; merge it into its base model (peft: merge_and_unload)",
+    )
     values = text_config(read_json_object(path))
     if isinstance(values.get("model_type"), str | None):
         require_family(values, str(path))  # before other fields, which are meaningless for an unknown model
