@@ -27,8 +27,6 @@ from .stored_tensors import FoundTensor, file_names, fill_rows, find_tensors, we
 from .weight_map import ALL_ROWS, LM_HEAD, VALUE_HEAD, VALUE_HEAD_PIECE, fused_experts, weight_map
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
-
-
 _DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 _WEIGHTS_AGAIN = ["original/*", "consolidated*"]  # in their makers' form, beside Hugging Face's
 
