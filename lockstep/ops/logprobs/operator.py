@@ -81,7 +81,7 @@ def grad_logits(
     z_CV = logits_CV / divisor(scored.temperature_C).unsqueeze(1)
     sampled_CV = torch.exp(z_CV - scored.sampled_lse_C.unsqueeze(1))
     if scored.support_CB is not None:
-        sampled_CV *= unpack_support(scored.support_CB, z_CV.shape[1])
+        sampled_CV.masked_fill_(~unpack_support(scored.support_CB, z_CV.shape[1]), 0.0)  # may be infinite outside
     elif scored.truncated:
         sampled_CV.masked_fill_(z_CV < scored.threshold_C.unsqueeze(1), 0.0)
     grad_CV = sampled_CV.mul_(-slope_C.unsqueeze(1))

@@ -94,3 +94,21 @@ def test_top_p_is_of_what_top_k_kept():
     z, p = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log(), torch.tensor([0.5])
     first, second = (logprobs_reference.support_threshold(z, torch.tensor([k]), p, torch.zeros(1)) for k in (2, 4))
     assert first.item() == z[0, 1].item() and second.item() == z[0, 2].item()
+
+
+def test_a_token_outside_a_given_support_may_be_far_more_likely_than_all_within():
+    """As after an update, at a low temperature: its exponential relative to the support's sum exceeds float32."""
+    hidden, weight, targets, filters = inputs()
+    filters = filters._replace(temperature_C=torch.full((ROWS,), 0.01))
+    logits = linear_fp32(hidden, weight)
+    targets = logits.argmin(1)
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, targets.unsqueeze(1), True)
+    kept[:, 0] = True
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    out = ops.token_logprobs(*leaves, targets, filters, logprobs_reference.pack_support(kept), True)
+    found = torch.autograd.grad(out.logprob_C.sum(), leaves)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    z = (doubles[0] @ doubles[1].t() / 0.01).masked_fill(~kept, -torch.inf)
+    exact = z.log_softmax(1).gather(1, targets.unsqueeze(1)).sum()
+    for a, b in zip(found, torch.autograd.grad(exact, doubles), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)
