@@ -315,3 +315,5 @@ def test_a_library_of_other_sources_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "rows.c").write_text((tmp_path / "rows.c").read_text() + "\n")
     assert library.load(built) is None
     assert library.load(tmp_path / "nothing.so") is None
+    (tmp_path / "not_whole.so").touch()
+    assert library.load(tmp_path / "not_whole.so") is None

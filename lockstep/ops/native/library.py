@@ -59,9 +59,10 @@ ARGUMENTS: dict[str, list[type]] = {
 
 def load(path: Path) -> Any:
     """The library at `path`; None if there is none, or it was built from other sources or for another machine."""
-    if not path.exists():
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:  # no such file, not whole, or made for other system libraries
         return None
-    library = ctypes.CDLL(str(path))
     sources = b"".join(source.read_bytes() for source in sorted(path.parent.glob("*.[ch]")))
     library.kernels_checksum.restype = ctypes.c_uint32
     if library.kernels_checksum() != zlib.crc32(sources) or not library.kernels_supported():
