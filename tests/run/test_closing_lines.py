@@ -127,6 +127,12 @@ def test_what_an_environment_rewards_is_learned() -> None:
     )
 
 
+def test_an_environment_begins_in_the_next_command_as_it_did_in_the_run() -> None:
+    own = replace(CONFIG, seed=7, task=TaskConfig(name="dataset", data="rows.jsonl", environment="games.py:Game"))
+    flags = parse(shlex.split(closing_lines.next_command(own, Path("r"), "12 34="))[1:])
+    assert isinstance(flags, Eval) and flags.seed == 7
+
+
 def test_a_folder_is_called_as_it_is_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
