@@ -134,7 +134,7 @@ def _read_prompts(flags: Generate) -> list[Any]:
     if source.endswith(".txt"):
         refuse(Path(source).exists() and not Path(source).is_file(), f"--prompts {source} is not a regular file")
         try:
-            lines = Path(source).read_text(encoding="utf-8").splitlines()
+            lines = Path(source).read_text(encoding="utf-8-sig").split("\n")  # Unicode has more ends of lines
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--prompts {source} cannot be read: {error}") from error
         return [row_format.with_system(line) for line in lines if line.strip()]

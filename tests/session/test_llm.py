@@ -278,6 +278,15 @@ def test_generate_from_files(model: Path, tmp_path: Path, capsys: pytest.Capture
         assert capsys.readouterr().out == "".join(f"--- {i + 1} of 2\n{text}\n" for i, text in enumerate(texts))
 
 
+def test_a_prompt_of_a_text_file_is_a_line_whatever_characters_it_has(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.txt").write_bytes("\ufeffa\u2028b\x0c\x85c\r\nd\n".encode())
+    assert generate(model, "--prompts", str(tmp_path / "p.txt"), "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["prompt"] for row in printed["prompts"]] == ["a\u2028b\x0c\x85c", "d"]
+
+
 @pytest.fixture
 def templated(model: Path, tmp_path: Path) -> Path:
     """The model with a chat template that shows all that it is given."""
