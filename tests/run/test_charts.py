@@ -94,6 +94,13 @@ def test_readings_name_the_step_and_every_series() -> None:
     assert len(re.findall('class="at"', line_chart([line("s", [float(i) for i in range(900)])]))) <= 48
 
 
+def test_readings_leave_out_a_line_where_it_has_no_points() -> None:
+    svg = line_chart([line("long", [1.0] * 9), Series("late", [(4.0, 2.0), (6.0, 3.0)])])
+    assert "step 3: long 1<" in svg and "step 5: long 1, late 2<" in svg and "step 7: long 1<" in svg
+    svg = stacked_chart([Series("a", [(1.0, 2.0)]), Series("b", [(1.0, 3.0)])])
+    assert re.findall("step [^<]*", svg) == ["step 1: a 2, b 3"]
+
+
 def test_stacked_chart_adds_up() -> None:
     points = [(0.0, 1.0), (1.0, 3.0)]
     svg = stacked_chart([Series("a", points), Series("b", points)])

@@ -78,7 +78,7 @@ def line_chart(series: Sequence[Series], smooth: bool = True) -> str:
     xs = [dot.x for dot in dots]
     plot = _Plot(xs, [value for dot in dots for value in (dot.low, dot.high)])
     drawn = [_line(plot, line, index, one, smooth) for index, (one, line) in enumerate(zip(series, lines, strict=True))]
-    return _svg(plot.axes(xs) + "".join(drawn) + _hover_readings(plot, [one.name for one in series], lines))
+    return _svg(plot.axes(xs) + "".join(drawn) + _hover_readings(plot, series, lines))
 
 
 def stacked_chart(series: Sequence[Series]) -> str:
@@ -86,6 +86,7 @@ def stacked_chart(series: Sequence[Series]) -> str:
     columns = _chunks(list(zip(*[one.points for one in series], strict=True)))
     xs = [_mean([row[0][0] for row in rows]) for rows in columns]
     layers = [[_mean([row[i][1] for row in rows]) for rows in columns] for i in range(len(series))]
+    shown = [[_Dot(x, y, y, y) for x, y in zip(xs, layer, strict=True)] for layer in layers]
     if len(xs) == 1:  # an area needs two x values
         xs, layers = [xs[0], xs[0] + 1], [layer * 2 for layer in layers]
     edges = [[0.0] * len(xs)]
@@ -96,8 +97,7 @@ def stacked_chart(series: Sequence[Series]) -> str:
     for index, (low, high) in enumerate(pairwise(edges)):
         outline = [*zip(xs, high, strict=True), *reversed(list(zip(xs, low, strict=True)))]
         areas.append(f'<polygon class="f{index % COLOURS}" points="{" ".join(plot.at(*xy) for xy in outline)}"/>')
-    shown = [[_Dot(x, y, y, y) for x, y in zip(xs, layer, strict=True)] for layer in layers]
-    return _svg("".join(areas) + plot.axes(xs) + _hover_readings(plot, [one.name for one in series], shown))
+    return _svg("".join(areas) + plot.axes(xs) + _hover_readings(plot, series, shown))
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -169,15 +169,16 @@ def _polyline(plot: _Plot, points: Points, style: str) -> str:
     return f'<polyline class="{style}" points="{" ".join(plot.at(*xy) for xy in points)}"/>'
 
 
-def _hover_readings(plot: _Plot, names: Sequence[str], lines: Sequence[Sequence[_Dot | None]]) -> str:
-    """Strips over the plot that show the step and each line's value while the pointer is on them."""
+def _hover_readings(plot: _Plot, series: Sequence[Series], lines: Sequence[Sequence[_Dot | None]]) -> str:
+    """Strips over the plot that show the step and the value of each line that has begun and not ended while the pointer
+    is on them."""
     longest = max(([dot for dot in line if dot is not None] for line in lines), key=len)
     chosen = longest[:: -(-len(longest) // _MAX_READINGS)]
     edges = [(a.x + b.x) / 2 for a, b in pairwise(chosen)]
     parts = []
     for dot, low, high in zip(chosen, [plot.x_low, *edges], [*edges, plot.x_high], strict=True):
-        nearest = [(name, _nearest_value(line, dot.x)) for name, line in zip(names, lines, strict=True)]
-        values = [f"{name} {y:.4g}" if len(names) > 1 else f"{y:.4g}" for name, y in nearest if y is not None]
+        nearest = [(one.name, _value_at(one, line, dot.x)) for one, line in zip(series, lines, strict=True)]
+        values = [f"{name} {y:.4g}" if len(series) > 1 else f"{y:.4g}" for name, y in nearest if y is not None]
         text = escape(f"step {dot.x:.6g}: {', '.join(values)}")
         left, right = plot.x(low), plot.x(high)
         parts.append(
@@ -188,9 +189,12 @@ def _hover_readings(plot: _Plot, names: Sequence[str], lines: Sequence[Sequence[
     return "".join(parts)
 
 
-def _nearest_value(line: Sequence[_Dot | None], x: float) -> float | None:
+def _value_at(series: Series, line: Sequence[_Dot | None], x: float) -> float | None:
+    """The value of the nearest dot of the series' `line`; None where it has no points yet, or no more."""
     dots = [dot for dot in line if dot is not None]
-    return min(dots, key=lambda dot: abs(dot.x - x)).y if dots else None
+    if not dots or not series.points[0][0] <= x <= series.points[-1][0]:
+        return None
+    return min(dots, key=lambda dot: abs(dot.x - x)).y
 
 
 def _svg(content: str) -> str:
