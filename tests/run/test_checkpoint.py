@@ -22,7 +22,7 @@ from runs import saved, tensors_of
 from torch import Tensor
 
 from lockstep.distributed import ONE_PROCESS, World
-from lockstep.errors import LockstepError, PeerLost
+from lockstep.errors import InputError, LockstepError, PeerLost
 from lockstep.run import checkpoint
 from lockstep.run.checkpoint import files
 from lockstep.run.checkpoint import saver as writing
@@ -90,6 +90,15 @@ def test_large_groups_are_split_into_shards(tmp_path: Path, monkeypatch: pytest.
     }
     assert list(tensors_of(loaded, "a-b")) == ["other"]
     assert tensors_of(loaded, "none") == {}
+
+
+def test_a_checkpoint_that_a_run_deletes_before_it_is_read_is_named(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    loaded = checkpoint.latest(tmp_path)
+    assert loaded is not None
+    saved(tmp_path, 2, {}, {}, 1)
+    with pytest.raises(InputError, match=f"{tmp_path}/step_1 cannot be read: No such file"):
+        loaded.by_rank("weights")
 
 
 def test_views_and_tied_tensors(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from ...cache.file_hashes import hash_files
 from ...cache.tensor_file import Entry, TensorFile, split_by_size
 from ...json_file import read_json
+from ..metrics import name_read_errors
 from .retention import prune, retire, steps
 
 _FORMAT = 1
@@ -48,13 +49,15 @@ class LoadedCheckpoint:
     files: tuple[str, ...]
 
     def slices(self, name: str) -> dict[str, TensorInFile]:
-        """The tensors that were saved under `name`, by key."""
+        """The tensors that were saved under `name`, by key. Raises `InputError` if a file cannot be opened: a run
+        that goes on may have deleted the checkpoint."""
         from safetensors import safe_open
 
         found: dict[str, TensorInFile] = {}
         for file in self.files:
             if file.endswith(_SUFFIX) and file.rsplit("-", 1)[0] == name:
-                opened = safe_open(self.path / file, framework="pt", device="cpu").__enter__()
+                with name_read_errors(self.path):
+                    opened = safe_open(self.path / file, framework="pt", device="cpu").__enter__()
                 found |= {key: TensorInFile(opened, key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
         return found
 
