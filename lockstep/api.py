@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import machine
-from .config import LEGACY_CONFIG, RunConfig, require_config, validate, yaml_file
+from .config import RunConfig, require_config, validate, yaml_file
+from .config.yaml_file import ROWS_FILE
 from .errors import InputError, refuse
 from .run import lock as run_lock
 from .run.closing_lines import describe_interrupted_run, relative_to_cwd
@@ -27,7 +28,6 @@ from .run.closing_lines import describe_interrupted_run, relative_to_cwd
 Rows = str | Path | Iterable[Mapping[str, Any]]
 
 _log = logging.getLogger("lockstep")
-_ROWS_FILE = "{}.jsonl"  # file in the run folder, by the task field that refers to it
 
 
 def train(
@@ -77,7 +77,7 @@ def train(
         if isinstance(source, (str, Path)):
             paths[name] = str(source)
         elif source is not None:
-            rows[name], paths[name] = source, _ROWS_FILE.format(name)  # a path once there is a folder
+            rows[name], paths[name] = source, ROWS_FILE.format(name)  # a path once there is a folder
     config = _with_functions(config, rewards, environment, tools)
     config = replace(config, task=replace(config.task, **paths))  # type: ignore[arg-type]
     if functions := _as_functions("trackers", trackers):
@@ -116,7 +116,7 @@ def train(
             if world.is_first:
                 lock.close()
                 with contextlib.suppress(OSError):
-                    if {path.name for path in folder.iterdir()} <= {_ROWS_FILE.format(name) for name in rows}:
+                    if {path.name for path in folder.iterdir()} <= {ROWS_FILE.format(name) for name in rows}:
                         shutil.rmtree(folder)  # it holds nothing but the given rows
                 if isinstance(error, KeyboardInterrupt) and folder.exists():
                     error.add_note(describe_interrupted_run(folder, world.size))
@@ -170,7 +170,7 @@ def evaluate(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             count = _write_rows({"data": data}, folder)["data"]
             refuse(count == 0, "data has no rows")
-            path = str(folder / _ROWS_FILE.format("data"))
+            path = str(folder / ROWS_FILE.format("data"))
             stack.enter_context(_name_rows_in_errors(path))
             task = replace(config.task, data=path, validation_data=path, validation_prompts=count)
             config = replace(config, task=task)
@@ -260,7 +260,7 @@ def _names_under_main_guard(script: Path) -> set[str]:
 
 def _with_rows_in(folder: Path, config: RunConfig, rows: Mapping[str, Any]) -> RunConfig:
     """The configuration with the paths of the files in the run folder that `rows` are saved in."""
-    paths = {name: str(folder.resolve() / _ROWS_FILE.format(name)) for name in rows}
+    paths = {name: str(folder.resolve() / ROWS_FILE.format(name)) for name in rows}
     return replace(config, task=replace(config.task, **paths))  # type: ignore[arg-type]
 
 
@@ -268,7 +268,7 @@ def _write_rows(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -
     """Save `rows` in the folder; if they are there already, they must be equal. Returns how many there are of each."""
     counts = dict.fromkeys(rows, 0)
     for name, given in rows.items():
-        path = folder / _ROWS_FILE.format(name)
+        path = folder / ROWS_FILE.format(name)
         temporary = path.with_suffix(".new")
         if isinstance(given, Mapping):
             raise InputError(
@@ -359,7 +359,7 @@ def load_run_config(run_dir: Path) -> RunConfig:
         runs = [folder for folder in run_dir.absolute().parents[:2] if (folder / "config.yaml").exists()]
         hint = f"; did you mean --resume {relative_to_cwd(runs[0])}?" if runs else ""
         raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml){hint}")
-    return yaml_file.load(path, base=LEGACY_CONFIG)
+    return yaml_file.load_run(run_dir)
 
 
 def _claim_folder(given: Path | None, recipe: str, lock: contextlib.ExitStack) -> Path:

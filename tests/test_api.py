@@ -157,6 +157,14 @@ def test_rows_in_memory_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest.
     assert main(["train", "--resume", "dataset", "--steps", "3"]) == 0
     assert len(rewards_of(tmp_path / "dataset")) == 3 and not list((tmp_path / "dataset").glob("*.new"))
 
+    (tmp_path / "dataset").rename("moved")
+    assert main(["replay", "moved", "--trajectory", "2/0/0"]) == 0
+    lockstep.train(replace(OF_ROWS, steps=4), "moved", data=ROWS, rewards=[right], resume=True)
+    shutil.copytree("moved", "copied")
+    lockstep.train(replace(OF_ROWS, steps=5), "copied", data=ROWS, rewards=[right], resume=True)
+    (tmp_path / "copied" / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[1:]))
+    assert main(["train", "--resume", "copied", "--steps", "6"]) == 2
+
 
 def trained(folder: Path) -> tuple[dict[str, Any], int]:
     """What a process is returned, and how often it reads the data; only the first one takes its rows."""

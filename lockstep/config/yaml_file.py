@@ -14,8 +14,10 @@ from typing import Any
 import yaml
 
 from ..errors import InputError, did_you_mean, refuse
-from . import RunConfig, newly_ineffective, other_trainers, require_config, reset_to_defaults
+from . import LEGACY_CONFIG, RunConfig, newly_ineffective, other_trainers, require_config, reset_to_defaults
 
+ROWS_FILE = "{}.jsonl"  # file in the run folder with the rows that a script gave, by the task field that refers to it
+ROWS_FIELDS = "data", "validation_data"
 _MAX_DEPTH = 20  # of nested names, more than anybody writes
 
 
@@ -61,6 +63,19 @@ def load(
         return reset_to_defaults(config, newly_ineffective(config, base, dict(dotted_items(values))))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def load_run(run_dir: Path) -> RunConfig:
+    """The configuration of the run in a folder, which may have been moved or copied. Raises `InputError`."""
+    config = load(run_dir / "config.yaml", base=LEGACY_CONFIG)
+    rows = {name: path_of_rows(run_dir, name, getattr(config.task, name)) for name in ROWS_FIELDS}
+    return dataclasses.replace(config, task=dataclasses.replace(config.task, **rows))  # type: ignore[arg-type]
+
+
+def path_of_rows(run_dir: Path, field: str, path: str | None) -> str | None:
+    """The recorded `path` of a task's `field`; of rows that a script gave, where the run folder has them now."""
+    here = run_dir.resolve() / ROWS_FILE.format(field)
+    return str(here) if path is not None and Path(path).name == here.name and here.is_file() else path
 
 
 def check_types(config: RunConfig) -> RunConfig:

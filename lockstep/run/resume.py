@@ -162,7 +162,11 @@ def require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mappin
     then = loaded.state.get("inputs")
     if then is None:
         raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
-    _require_same_config(run_dir, loaded, then["config"], now["config"])
+    rows = {
+        f"task.{name}": yaml_file.path_of_rows(run_dir, name, then["config"].get(f"task.{name}"))
+        for name in yaml_file.ROWS_FIELDS
+    }
+    _require_same_config(run_dir, loaded, then["config"] | rows, now["config"])
     pairs = {f"{name} {now['config'][name]}": (then["data"].get(name), now["data"][name]) for name in _DATA_FIELDS}
     pairs |= {name: (then["data"].get(name), found) for name, found in now["data"].items() if name not in _DATA_FIELDS}
     for name, field in _MODEL_FIELDS.items():

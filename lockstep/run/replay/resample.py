@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...config import LEGACY_CONFIG, ParallelConfig, RunConfig, yaml_file
+from ...config import ParallelConfig, RunConfig, yaml_file
 from ...errors import refuse
 from ...rl.loop import Loop
 from ...rl.resample import resample_trajectory
@@ -58,7 +58,7 @@ def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note 
     there is no such trajectory or the run cannot be continued as it was. Writes nothing."""
     step, group, sample = parse_trajectory(trajectory)
     record, recorded = recorded_sample(run_dir, step, group, sample)
-    config = resolve(_on_one_process(yaml_file.load(run_dir / "config.yaml", base=LEGACY_CONFIG)))
+    config = resolve(_on_one_process(yaml_file.load_run(run_dir)))
     refuse(
         call_tools and config.loss.dynamic_sampling,
         "--call-tools needs to know the data row, which loss.dynamic_sampling does not record; leave it out",
