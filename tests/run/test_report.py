@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,17 @@ def test_a_run_is_shown_in_full(tmp_path: Path) -> None:
     assert "None" not in text and "null" not in text
 
 
-def test_problems_without_a_reward_have_a_scale_of_their_own(tmp_path: Path) -> None:
-    metrics, count = make_run(tmp_path) / "metrics.jsonl", '"validation/groups_without_reward": 9, '
-    metrics.write_text(metrics.read_text().replace('"validation/', f'{count}"validation/'))
+def test_what_is_no_reward_of_held_out_problems_has_a_scale_of_its_own(tmp_path: Path) -> None:
+    metrics, counts = make_run(tmp_path) / "metrics.jsonl", {"groups_without_reward": 9, "logged/characters": 900.0}
+    more = "".join(f'"validation/{name}": {value}, ' for name, value in counts.items())
+    metrics.write_text(metrics.read_text().replace('"validation/', f'{more}"validation/'))
     text = read(tmp_path).text
-    greedy, apart = (text.index(f"Held-out problems{what}") for what in (", greedy", " that have no reward"))
-    named = [any("groups_without_reward" in part for part in some) for some in (text[greedy:apart], text[apart:])]
-    assert greedy < apart and named == [False, True]
+    titles = ", greedy", ": Groups without a reward", ": characters, as a reward function logged it"
+    begins = [text.index(f"Held-out problems{title}") for title in titles]
+    charts = [text[begin:end] for begin, end in pairwise([*begins, len(text)])]
+    named = [[f"validation/{name}" in chart for chart in charts] for name in counts]
+    assert named == [[False, True, False], [False, False, True]]
+    assert not any(name in part for name in counts for part in charts[0])
 
 
 def lanes(page: Outline) -> list[tuple[str, str]]:

@@ -15,6 +15,8 @@ from .record import Record
 CHARTED = [section for section in SECTIONS if section not in (LEARNING, PHASES, PARITY)]
 _UNSMOOTHED = {"lr", "recompiles", "graph_replays", "memory/peak_gib", "policy_age"}  # drawn without smoothing
 
+_HELD_OUT_REWARDS = "validation/reward/", "validation/rewards/"  # drawn in one chart
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -38,10 +40,13 @@ def learning_charts(record: Record) -> list[Chart]:
         bands = [spread.get(step, 0.0) for step, _ in rewards]
         title = "Reward ± its spread within a prompt"
         charts.append(_line_chart(title, [Series("reward", rewards, bands)], "reward/mean"))
-    for counts, title in ((False, "Held-out problems, greedy"), (True, "Held-out problems that have no reward")):
-        of = (item for item in record.validations.items() if item[0].endswith("groups_without_reward") is counts)
-        if series := _finite(dict(of)):
-            charts.append(_line_chart(title, series, "validation/..."))
+    held_out = {name: points for name, points in record.validations.items() if name.startswith(_HELD_OUT_REWARDS)}
+    if series := _finite(held_out):
+        charts.append(_line_chart("Held-out problems, greedy", series, "validation/..."))
+    for name in [name for name in record.validations if name not in held_out]:  # counts and what was logged
+        if series := _finite({name: record.validations[name]}):
+            title = title_of(name.removeprefix("validation/"))
+            charts.append(_line_chart(f"Held-out problems: {title}", series, name))
     names = [name for name in record.metric_names if catalogued_name(name) == "rewards/<fn>/mean"]
     functions = {name: record.metric(name) for name in names}
     if len(functions) > 1 and (series := _finite(functions)):
