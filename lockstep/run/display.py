@@ -67,12 +67,14 @@ class FailsafeStream(_Stream):
 
 class RequiredStream(_Stream):
     """Standard output, whose failure ends the command: by `BrokenPipeError` if its reader has gone, and `LockstepError`
-    for any other failure. The file descriptor is then redirected to the null device, for the flush at exit."""
+    for any other failure. The file descriptor is then redirected to the null device, for the flush at exit. Characters
+    that its encoding lacks are written as escapes, such as `\\u4f60`."""
 
     def _try(self, action: Any, *arguments: Any) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
-            action(*arguments)
-        except (OSError, ValueError) as error:  # ValueError: a character that the encoding lacks
+            action(*(text.encode(encoding, "backslashreplace").decode(encoding) for text in arguments))
+        except (OSError, ValueError) as error:  # ValueError: a closed file
             if isinstance(error, OSError):
                 _discard(self._stream)
             if isinstance(error, BrokenPipeError):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from processes import finished, unread_pipe, wait_for
 
-from lockstep.run.display import Display, FailsafeStream, sparkline
+from lockstep.run.display import Display, FailsafeStream, RequiredStream, sparkline
 from lockstep.timings import Timings
 
 METRICS = {
@@ -173,6 +173,16 @@ def test_a_locale_without_the_characters_shows_others() -> None:
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     FailsafeStream(stream).write("reward \u2581\u2588")
     assert raw.getvalue() == b"reward ??"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("latin-1", "\xfc \\u4f60"), ("ascii", "\\xfc \\u4f60"), ("utf-8", "\xfc \u4f60")]
+)
+def test_an_outcome_is_told_in_any_locale(encoding: str, shown: str) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    RequiredStream(stream).write("\xfc \u4f60")
+    assert raw.getvalue() == shown.encode(encoding)
 
 
 def test_no_stream_at_all() -> None:
