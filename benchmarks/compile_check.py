@@ -209,13 +209,13 @@ def generate(model: Decoder) -> None:
             rows = RunningBatch(count, pages, RESULTS, cache.null_page, model.embed.device, bool(config.moe_layers))
             inputs = Inputs(buffer=rows.tensors(count), kv=cache.tensors())
             paging = Paging(PAGE_SIZE, cache.null_page, length)
-            for truncated, grouped in ((False, False), (True, count > 1)):
-                decode_step(model, inputs, paging, truncated, grouped and not config.mla)
+            for truncated, greedy, grouped in ((False, False, False), (True, False, count > 1), (False, True, False)):
+                decode_step(model, inputs, paging, truncated, greedy, grouped and not config.mla)
         sizes = MixedSizes.for_tokens(count, 1024)
         prompt = MixedBatch.view(torch.zeros(sum(sizes.fields), dtype=torch.int64), sizes)._asdict()
         prompt = {f"prompt.{name}": tensor for name, tensor in prompt.items()}
         buffer = {**inputs.buffer, **prompt, "tables": rows.table}
-        mixed_step(model, replace(inputs, buffer=buffer), paging, True, True)
+        mixed_step(model, replace(inputs, buffer=buffer), paging, True, True, True)
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
     linear_triton.chain(chain, chain)
     linear_triton.chain(chain, chain, "linear_fp32")

@@ -195,7 +195,7 @@ def sampling(bench: Bench, models: dict[str, ModelConfig]) -> None:
 
         def run() -> tuple[Tensor, ...]:
             stats = kernels.statistics(logits, filters, None, top_p < 1, False)
-            token = kernels.draw(logits, filters.temperature_C, stats.threshold_C, keys)
+            token = kernels.draw(logits, filters.temperature_C, stats.threshold_C, keys, False)
             return token, *kernels.scores(logits, token, filters.temperature_C, stats)
 
         return run

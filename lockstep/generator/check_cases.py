@@ -82,7 +82,7 @@ class CaseBuilder:
     def _load_mixed(self, batch: Tensor, sizes: MixedSizes, pages: _Pages, tokens: int) -> None:
         """Put a prompt of `tokens` tokens, whose sample is in row 0, into the batch, and make all other rows decode."""
         rows, chunks = self.rows, []
-        self._load(sizes.rows, pages, pages.rows, truncated=True, grouped=True)
+        self._load(sizes.rows, pages, pages.rows, truncated=True, greedy=True, grouped=True)
         if tokens:
             sample = Sequence(0, [], SamplingParams(), SampleIdentity(0, 0, 0, 0), frozenset(), row=0)
             prompt = Prefill([(7 * i + 3) % self.vocabulary for i in range(tokens)], [sample], row=0)
@@ -110,7 +110,7 @@ class CaseBuilder:
         routes = [] if cache.routes is None else [cache.routes[null]]
         return routes if cache.borrower is not None else [cache.k[:, null], cache.v[:, null], *routes]
 
-    def _load(self, size: int, pages: _Pages, busy: int, truncated: bool, grouped: bool = False) -> None:
+    def _load(self, size: int, pages: _Pages, busy: int, truncated: bool, greedy: bool, grouped: bool = False) -> None:
         """Put the first `busy` rows at positions up to the longest, and make the others idle."""
         rows, cache = self.rows, self.cache
         cache.reclaim()
@@ -135,7 +135,7 @@ class CaseBuilder:
         b["remaining"].copy_(torch.where(active, 1 + row % 3, 0))
         b["stop"].fill_(-1)
         b["key"].copy_(row.unsqueeze(1) * 4 + torch.arange(4, device=device))
-        b["temperature"].copy_(torch.where(row % 2 == 1, 1.0, torch.where(row % 4 == 0, 0.8, 0.0)))
+        b["temperature"].copy_(torch.where(row % 2 == 0, 0.0 if greedy else 0.8, 1.0))
         b["top_k"].copy_(torch.where(row % 3 == 0, 20 if truncated else 0, 0))
         b["top_p"].copy_(torch.where(row % 3 == 1, 0.9 if truncated else 1.0, 1.0))
         b["min_p"].copy_(torch.where(row % 3 == 2, 0.01 if truncated else 0.0, 0.0))

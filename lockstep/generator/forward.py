@@ -40,12 +40,12 @@ class Paging:
     max_context: int
 
 
-def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, grouped: bool) -> None:
+def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, greedy: bool, grouped: bool) -> None:
     """Run every row's token and sample the next one.
 
     Args:
         inputs: `buffer` has the rows' tensors, and `kv` the cache's (`KVCache.tensors`).
-        truncated: whether any row may have a filter.
+        truncated, greedy: whether any row may have a filter, or temperature 0.
         grouped: read the shared prefixes in "groups" once per group, which changes the time but not the bits.
     """
     b, kv = inputs.buffer, inputs.kv
@@ -56,10 +56,10 @@ def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool,
     contexts = ops.Contexts(table, context, paging.max_context)
     attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, contexts, groups, model.masks)
     hidden, route = _forward(model, b["token"], position, attend, kv.get("routes"))
-    _sample_and_advance(model, b, hidden, route, truncated)
+    _sample_and_advance(model, b, hidden, route, truncated, greedy)
 
 
-def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, grouped: bool) -> None:
+def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, greedy: bool, grouped: bool) -> None:
     """Run prompt tokens, and the token of every row except those whose prompt ends here; then sample for each row.
 
     Args:
@@ -86,7 +86,7 @@ def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, 
     attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, groups=groups, masks=model.masks)
     tokens = torch.cat((b["token"], prompt["token"]))
     hidden, route = _forward(model, tokens, position, attend, kv.get("routes"), prompt["source"])
-    _sample_and_advance(model, b, hidden, route, truncated)
+    _sample_and_advance(model, b, hidden, route, truncated, greedy)
 
 
 def _forward(
@@ -110,26 +110,28 @@ def _forward(
     return hidden, digest if source_R is None else digest.index_select(0, source_R)
 
 
-def _sample_and_advance(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, truncated: bool) -> None:
+def _sample_and_advance(
+    model: Decoder, b: State, hidden: Tensor, route: Tensor | None, truncated: bool, greedy: bool
+) -> None:
     """Sample, store the results, and advance each row to the next step; it becomes idle after its last token."""
     filters = ops.Filters(b["temperature"], b["top_k"], b["top_p"], b["min_p"])
     keys = ops.SampleKeys(b["key"], b["position"] + 1)
-    drawn = _sample(model, hidden, keys, filters, truncated)
+    drawn = _sample(model, hidden, keys, filters, truncated, greedy)
     ops.decode_advance(ops.SampledTokens(*drawn), ops.DecodeRows(*_ROWS(b)), route)
 
 
 def _sample(
-    model: Decoder, hidden_RD: Tensor, keys: ops.SampleKeys, by: ops.Filters, truncated: bool
+    model: Decoder, hidden_RD: Tensor, keys: ops.SampleKeys, by: ops.Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.sample` from the model's head. Tensor-parallel ranks compute their columns of the logits, exchange these so
     that each has all columns for its share of the rows, sample those rows, and all-gather the results."""
     spread, rows = model.spread, hidden_RD.shape[0]
     if spread.axis.size == 1:
-        return ops.sample(hidden_RD, model.lm_head, keys, by, truncated)
+        return ops.sample(hidden_RD, model.lm_head, keys, by, truncated, greedy)
     logits_RV = spread.columns_to_rows(ops.linear_fp32(hidden_RD, model.lm_head))
     key, position, *filters = spread.local_rows(*keys, *by)
     own = ops.SampleKeys(key, position), ops.Filters(*filters)
-    token, logprob, model_logprob = ops.sample_logits(logits_RV, *own, truncated)
+    token, logprob, model_logprob = ops.sample_logits(logits_RV, *own, truncated, greedy)
     words = torch.stack((token.int(), logprob.view(torch.int32), model_logprob.view(torch.int32)), dim=1)
     token, logprob, model_logprob = spread.gather_rows(words, rows).t().contiguous().unbind()
     return token.long(), logprob.view(torch.float32), model_logprob.view(torch.float32)

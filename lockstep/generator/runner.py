@@ -111,9 +111,9 @@ class Runner:
         rows.compact(size)
         rows.flush()
         self._decode_paging = replace(self._paging, max_context=self._sizes.decode_context(size))
-        truncated = rows.truncated > 0
-        grouped = self._sizes.is_grouped(size, truncated)
-        self._decode_program(size)(times=steps, truncated=truncated, grouped=grouped)
+        truncated, greedy = rows.truncated > 0, rows.greedy > 0
+        grouped = self._sizes.is_grouped(size, truncated, greedy)
+        self._decode_program(size)(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
         return self._block(size, steps, version)
 
     @torch.inference_mode()
@@ -193,9 +193,11 @@ class Runner:
             decode_step(self._model, inputs, self._decode_paging, **statics)
         return {}
 
-    def _mixed_body(self, inputs: graph.Inputs, truncated: bool = True, grouped: bool = True) -> dict[str, Tensor]:
+    def _mixed_body(
+        self, inputs: graph.Inputs, truncated: bool = True, greedy: bool = True, grouped: bool = True
+    ) -> dict[str, Tensor]:
         with graph.substitute_inputs(self._model, inputs):
-            mixed_step(self._model, inputs, self._paging, truncated, grouped)
+            mixed_step(self._model, inputs, self._paging, truncated, greedy, grouped)
         return {}
 
     def check_cases(self) -> graph.Work:

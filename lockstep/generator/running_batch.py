@@ -36,7 +36,7 @@ class RunningBatch:
     Attributes:
         width: the most pages of a sequence.
         sequences: by row; None for an empty row.
-        truncated: the number of sequences with a filter.
+        truncated, greedy: the number of sequences with a filter, and with temperature 0.
         saved: positions that a decode step reads less thanks to shared prefixes, for the rows of the last
             `update_groups` call.
     """
@@ -47,7 +47,7 @@ class RunningBatch:
         self.count, self.null_row, self._null_page, self.device = count, count, null_page, device
         self.width = width
         self.sequences: list[Sequence | None] = [None] * count
-        self.truncated = self.saved = 0
+        self.truncated = self.greedy = self.saved = 0
         self._free = list(range(count))
         self._taken: set[int] = set()
         self._changed: dict[int, list[int]] = {}
@@ -118,6 +118,7 @@ class RunningBatch:
         assert self.sequences[row] is None
         sequence.row, self.sequences[row], self._grouped = row, sequence, 0
         self.truncated += sequence.sampling.truncated
+        self.greedy += sequence.sampling.temperature == 0
         stops = list(sequence.stop_ids) if len(sequence.stop_ids) <= STOP_IDS else []
         stops += [-1] * (STOP_IDS - len(stops))
         filters = _filter_words(sequence.sampling)
@@ -130,6 +131,7 @@ class RunningBatch:
         sequence = self.sequences[row]
         if sequence is not None:
             self.truncated -= sequence.sampling.truncated
+            self.greedy -= sequence.sampling.temperature == 0
             self.sequences[row], sequence.row, self._grouped = None, -1, 0
         self._changed[row] = _IDLE
         self._pages.pop(row, None)

@@ -106,13 +106,13 @@ class ExactSizes:
 
     def mixed_sizes(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
         """The sizes of a mixed step of these chunks, and statics for what it leaves out compared with a graph."""
-        covers = {"truncated": self._rows.truncated > 0, "grouped": False}
+        covers = {"truncated": self._rows.truncated > 0, "greedy": self._rows.greedy > 0, "grouped": False}
         return MixedSizes.exact(self._rows.used, chunks), covers
 
     def decode_context(self, rows: int) -> int:
         return max(len(s.pages) for s in self._rows.sequences[:rows] if s is not None) * self._cache.page_size
 
-    def is_grouped(self, rows: int, truncated: bool) -> bool:
+    def is_grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
         """Whether decode steps read shared prefixes once per group."""
         return False
 
@@ -132,7 +132,7 @@ class BucketSizes(ExactSizes):
 
     Attributes:
         rows, tokens: the sizes of graphs, largest first; none with fewer rows than `least`.
-        groups: by rows and truncated, whether the graph that a warm-up made reads prefixes by group.
+        groups: by rows, truncated and greedy, whether the graph that a warm-up made reads prefixes by group.
         max_tokens: prompt tokens of the largest mixed graph that a warm-up made; 0 before the first.
     """
 
@@ -142,7 +142,7 @@ class BucketSizes(ExactSizes):
         super().__init__(rows, cache, 0)
         self._least = least
         self.rows, self.tokens = row_buckets(rows.count, least), token_buckets(max_tokens)
-        self.groups: dict[tuple[int, bool], bool] = {}
+        self.groups: dict[tuple[int, bool, bool], bool] = {}
         self._expects = False  # `set_largest` was called
 
     def set_largest(self, sequences: int) -> None:
@@ -162,10 +162,10 @@ class BucketSizes(ExactSizes):
     def decode_context(self, rows: int) -> int:
         return self._rows.width * self._cache.page_size
 
-    def is_grouped(self, rows: int, truncated: bool) -> bool:
+    def is_grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
         self._rows.update_groups(rows)
         pays = _saves_time(rows, self._cache.kv_heads, self._rows.saved)
-        return self.groups.get((rows, truncated), pays)
+        return self.groups.get((rows, truncated, greedy), pays)
 
     def mixed_graphs(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
         if not self._expects or sequences > self.rows[0]:
@@ -178,13 +178,13 @@ class BucketSizes(ExactSizes):
     def decode_graphs(
         self, sequences: int, prompt_tokens: int, sampling: SamplingParams
     ) -> Iterator[tuple[int, dict[str, bool]]]:
-        truncated = sampling.truncated
+        truncated, greedy = sampling.truncated, sampling.temperature == 0
         for rows in self.rows:
             if rows <= self.rows_for(sequences):
-                before = self.groups.get((rows, truncated), False)
+                before = self.groups.get((rows, truncated, greedy), False)
                 grouped = before or pays_to_group(rows, prompt_tokens, sampling.n, self._cache.kv_heads)
-                self.groups[rows, truncated] = grouped
-                yield rows, {"truncated": truncated, "grouped": grouped}
+                self.groups[rows, truncated, greedy] = grouped
+                yield rows, {"truncated": truncated, "greedy": greedy, "grouped": grouped}
 
 
 def make_sizes(rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph.Runtime, least: int) -> ExactSizes:

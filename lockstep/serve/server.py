@@ -31,7 +31,7 @@ SEND_TIMEOUT_S = 2.0  # seconds for sending answers once the last request has en
 KEEP_ALIVE = 75  # seconds until an idle connection closes: longer than clients keep it, so none uses it as it closes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Kinds of sampling that graphs are made for before the first request.
-_WARM_UP_SAMPLING = [SamplingParams(), SamplingParams(top_p=0.9)]
+_WARM_UP_SAMPLING = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)]
 
 
 class Server:

@@ -109,8 +109,8 @@ class LLM(Session):
             self._unresolved, self._joined, self._has_left = unresolved, stack.pop_all(), False
         self._engine: Engine | None = None
         self._capacity = (0, 0)  # the sequences, and tokens per sequence, that the engine was planned for
-        # Kinds of sampling (truncated or not) that have graphs, and whether these read equal prefixes by group.
-        self._warmed_up: dict[bool, bool] = {}
+        # Kinds of sampling (truncated, greedy) that have graphs, and whether these read equal prefixes by group.
+        self._warmed_up: dict[tuple[bool, bool], bool] = {}
 
     def __enter__(self) -> LLM:
         return self
@@ -302,11 +302,11 @@ class LLM(Session):
         return self._engine
 
     def _with_graphs(self, engine: Engine, kinds: Sequence[SamplingParams]) -> Engine:
-        """Make the engine's graphs for these kinds of sampling. A step of more tokens than in any request so far is
-        captured when it first occurs."""
+        """Make the engine's graphs for these kinds of sampling. A mix of kinds, or more tokens at once than in any
+        request so far, is captured when it first occurs."""
         sequences, tokens = self._capacity[0], min(self._capacity[1], self.context)
         for params in kinds if self.runtime.compiles else ():
-            kind = params.truncated
+            kind = params.truncated, params.temperature == 0
             grouped = pays_to_group(sequences, tokens, params.n, engine.cache.kv_heads)
             if kind not in self._warmed_up or (grouped and not self._warmed_up[kind]):
                 make_graphs = partial(engine.warm_up, sequences, tokens, params)

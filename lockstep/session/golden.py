@@ -154,7 +154,7 @@ def _sample(dtype: torch.dtype) -> tuple[Tensor, ...]:
     temperature, min_p = torch.full((_ROWS,), 1.5), torch.zeros(_ROWS)
     top_k, top_p = torch.arange(_ROWS, dtype=torch.int32) * 20, torch.ones(_ROWS)
     rows = ops.SampleKeys(keys, torch.arange(_ROWS) * 1000), ops.Filters(temperature, top_k, top_p, min_p)
-    return ops.sample(hidden, weight, *rows, True)  # with filters
+    return ops.sample(hidden, weight, *rows, True, False)  # with filters, not greedy
 
 
 def _fixed_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:

@@ -66,7 +66,7 @@ def run(engine: Engine, requests: list[Request], arrivals: random.Random | None 
         done |= finished(engine)
     rows = engine.scheduler.rows
     assert engine.cache.num_free == engine.cache.num_pages
-    assert rows.used == rows.truncated == 0
+    assert rows.used == rows.truncated == rows.greedy == 0
     return [done[i] for i in ids]
 
 

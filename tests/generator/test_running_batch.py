@@ -52,7 +52,7 @@ def test_a_sequence_is_uploaded_as_it_is() -> None:
     rows.release(1)
     rows.flush()
     assert state(rows, 1)[:-1] == idle[:-1]
-    assert (rows.truncated, rows.used) == (2, 3)
+    assert (rows.truncated, rows.greedy, rows.used) == (2, 0, 3)
     assert rows.take_row() == 1
 
 

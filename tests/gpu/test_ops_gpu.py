@@ -176,7 +176,7 @@ def head() -> tuple[Tensor, Tensor]:
 def test_sampled_logprobs_are_the_scored_ones(census, head):
     hidden, weight = head
     columns, keys = filter_columns(40), identities(40)
-    token, logprob, model_logprob = ops.sample(hidden[:40], weight, keys, columns, True)
+    token, logprob, model_logprob = ops.sample(hidden[:40], weight, keys, columns, True, True)
     place = torch.arange(40, device=DEVICE) * 27 + 13  # among others, on both sides of a chunk's edge
     others, filters = hidden.roll(500, 0).contiguous(), filter_columns(len(hidden))
     others[place] = hidden[:40]
@@ -192,7 +192,7 @@ def test_sampled_logprobs_are_the_scored_ones(census, head):
     for i in range(0, 40, 9):
         row = slice(i, i + 1)
         own = ops.SampleKeys(*(x[row] for x in keys)), ops.Filters(*(c[row] for c in columns))
-        alone = ops.sample(hidden[row], weight, *own, True)
+        alone = ops.sample(hidden[row], weight, *own, True, True)
         assert census("sample: token of a row alone = in a batch", alone[0], token[row]) == 0
         assert census("sample: log-prob of a row alone = in a batch", alone[1], logprob[row]) == 0
 
@@ -244,9 +244,9 @@ def test_draw_is_the_reference_draw(head):
     logits = linear_fp32(head[0][:21], head[1])
     columns, keys = filter_columns(21), identities(21)
     threshold = logprobs_triton.statistics(logits, columns, None, True, False).threshold_C
-    token = logprobs_triton.draw(logits, columns.temperature_C, threshold, keys).cpu()
+    token = logprobs_triton.draw(logits, columns.temperature_C, threshold, keys, True).cpu()
     cpu = [x.cpu() for x in (logits, columns.temperature_C, threshold)]
-    expected = logprobs_reference.draw(*cpu, ops.SampleKeys(*(x.cpu() for x in keys)))
+    expected = logprobs_reference.draw(*cpu, ops.SampleKeys(*(x.cpu() for x in keys)), True)
     assert int((token != expected).sum()) <= 1  # noise differs in its last bits, so a near tie may fall otherwise
     assert int(token[5]) == int(logits[5].argmax()), "temperature 0"
 
@@ -308,7 +308,7 @@ def test_captured_is_eager(census, head):
     def step() -> tuple[Tensor, ...]:
         x = ops.silu_mul(ops.linear(ops.rms_norm(hidden, norm, 1e-6), gate_up))
         attended = ops.attention_paged(q[:40], ops.KVPages(*caches), ops.Paged(table, *lengths))
-        return x, attended, *ops.sample(hidden, weight, keys, columns, True)
+        return x, attended, *ops.sample(hidden, weight, keys, columns, True, True)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -87,7 +87,7 @@ def test_speed_of_sampling(top_p, limit):
 
     def sample() -> tuple[Tensor, Tensor]:
         stats = logprobs_triton.statistics(logits, filters, None, top_p < 1, False)
-        token = logprobs_triton.draw(logits, filters.temperature_C, stats.threshold_C, keys)
+        token = logprobs_triton.draw(logits, filters.temperature_C, stats.threshold_C, keys, False)
         return logprobs_triton.scores(logits, token, filters.temperature_C, stats)
 
     sample()

@@ -304,9 +304,9 @@ class Interpreted:
         threshold = logprobs_reference.statistics(x, filters, None, True, False).threshold_C
         key = torch.tensor([sample_key(1, 0, 2, 3, i) for i in range(len(x))])
         keys = ops.SampleKeys(key, torch.arange(len(x)) + 100)
-        token = logprobs_triton.draw(x, temperature, threshold, keys)
-        assert token.equal(logprobs_reference.draw(x, temperature, threshold, keys))
+        token = logprobs_triton.draw(x, temperature, threshold, keys, True)
+        assert token.equal(logprobs_reference.draw(x, temperature, threshold, keys, True))
         assert token[4] == (x[4] == x[4].max()).nonzero()[0, 0], "greedy takes the first of equals"
         own = ops.SampleKeys(*(x[9:10] for x in keys))
-        alone = logprobs_triton.draw(x[9:10], temperature[9:10], threshold[9:10], own)
+        alone = logprobs_triton.draw(x[9:10], temperature[9:10], threshold[9:10], own, False)
         assert alone.equal(token[9:10])

@@ -179,7 +179,7 @@ def test_noise_is_philox_word_for_word(vocabulary: int) -> None:
     expected = words.flatten(1)[:, :vocabulary].float().argmin(dim=1)
     off = torch.full((rows,), -torch.inf)
     assert torch.equal(
-        native.draw(torch.zeros(rows, vocabulary), torch.ones(rows), off, SampleKeys(keys, position)), expected
+        native.draw(torch.zeros(rows, vocabulary), torch.ones(rows), off, SampleKeys(keys, position), False), expected
     )
 
 
@@ -188,13 +188,13 @@ def test_drawn_tokens_are_the_references() -> None:
     filters.temperature_C[::5] = 0
     keys = SampleKeys(torch.randint(0, 2**32, (400, 4)), torch.arange(400))
     threshold = native.statistics(logits, filters, None, True, False).threshold_C
-    arguments = (logits, filters.temperature_C, threshold, keys)
+    arguments = (logits, filters.temperature_C, threshold, keys, True)
     ours = native.draw(*arguments)
     assert torch.equal(ours, logprobs_reference.draw(*arguments))
     assert torch.equal(ours[::5], logits[::5].argmax(dim=1))
     tied = torch.zeros(3, 200).index_fill(1, torch.tensor([70, 86, 131]), 1.0)  # in one lane, and in another
     few = SampleKeys(*(x[:3] for x in keys))
-    assert native.draw(tied, torch.zeros(3), torch.zeros(3), few).tolist() == [70] * 3
+    assert native.draw(tied, torch.zeros(3), torch.zeros(3), few, True).tolist() == [70] * 3
 
 
 def test_noise_at_both_ends_of_the_words() -> None:
@@ -205,7 +205,7 @@ def test_noise_at_both_ends_of_the_words() -> None:
     logits, one = torch.zeros(1, high[1] + 1), torch.ones(1)
     logits[0, high[1]] = 30.0  # more than any noise
     keys = SampleKeys(key, torch.tensor(high[:1]))
-    assert native.draw(logits, one, -torch.inf * one, keys).tolist() == [high[1]]
+    assert native.draw(logits, one, -torch.inf * one, keys, False).tolist() == [high[1]]
 
 
 # ---- invariance ----

@@ -16,7 +16,7 @@ STARTUP = {"startup/import": 1.5, "startup/trace": 4.25, "startup/record": 0.25}
 COMPILE = {
     "graphs": 4321,
     "functions": {"decode": {"graphs": 7, "faults": []}, "optim_step": {"graphs": 1, "faults": [HOSTILE]}},
-    "passes": {"decode(truncated=True)": ["canonicalize: 698 -> 670 nodes", "recompute: 3 layers"]},
+    "passes": {"decode(greedy=True)": ["canonicalize: 698 -> 670 nodes", "recompute: 3 layers"]},
 }
 
 

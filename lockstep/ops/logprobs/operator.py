@@ -187,31 +187,32 @@ def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, th
 
 
 def _sample_fake(*args):
-    keys, filters, _ = args[-3:]
+    keys, filters, _, _ = args[-4:]
     return torch.empty_like(keys.position_C), *(torch.empty_like(filters.temperature_C) for _ in range(2))
 
 
 @operator(cuda=SAME, fake=_sample_fake)
 def sample(
-    hidden_CD: Tensor, weight_VD: Tensor, keys: SampleKeys, filters: Filters, truncated: bool
+    hidden_CD: Tensor, weight_VD: Tensor, keys: SampleKeys, filters: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row and score it. Returns token ids, int64 [C], and their log-probabilities under the sampled
-    distribution and under the model's own, float32 [C]. `truncated`: whether any row has a filter on."""
-    return _draw_and_score(linear_fp32(hidden_CD, weight_VD), keys, filters, truncated)
+    distribution and under the model's own, float32 [C]. `truncated`, `greedy`: whether any row has a filter on, or
+    temperature 0."""
+    return _draw_and_score(linear_fp32(hidden_CD, weight_VD), keys, filters, truncated, greedy)
 
 
 @operator(cuda=SAME, fake=_sample_fake)
 def sample_logits(
-    logits_CV: Tensor, keys: SampleKeys, filters: Filters, truncated: bool
+    logits_CV: Tensor, keys: SampleKeys, filters: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`sample` from the head's products (logits), float32 [C, V]."""
-    return _draw_and_score(logits_CV, keys, filters, truncated)
+    return _draw_and_score(logits_CV, keys, filters, truncated, greedy)
 
 
 def _draw_and_score(
-    logits_CV: Tensor, keys: SampleKeys, filters: Filters, truncated: bool
+    logits_CV: Tensor, keys: SampleKeys, filters: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = _implementation(logits_CV)
     stats = rows.statistics(logits_CV, filters, None, truncated, False)
-    token_C = rows.draw(logits_CV, filters.temperature_C, stats.threshold_C, keys)
+    token_C = rows.draw(logits_CV, filters.temperature_C, stats.threshold_C, keys, greedy)
     return token_C, *rows.scores(logits_CV, token_C, filters.temperature_C, stats)

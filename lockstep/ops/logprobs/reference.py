@@ -69,12 +69,12 @@ def support_threshold(z_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, min_p_C: T
     return torch.maximum(torch.maximum(top_k_threshold_C1, top_p_threshold_C1), min_p_threshold_C1).squeeze(1)
 
 
-def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys) -> Tensor:
+def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys, greedy: bool) -> Tensor:
     """Sampled token ids, int64 [C]: Gumbel-max over the support, or the largest logit if the temperature is 0."""
     z_CV = logits_CV / divisor(temperature_C).unsqueeze(1)
     noisy_CV = z_CV + gumbel(*keys, z_CV.shape[1])
     token_C = noisy_CV.masked_fill_(z_CV < threshold_C.unsqueeze(1), -torch.inf).argmax(dim=1)
-    return torch.where(temperature_C > 0, token_C, logits_CV.argmax(dim=1))
+    return torch.where(temperature_C > 0, token_C, logits_CV.argmax(dim=1)) if greedy else token_C
 
 
 def pack_support(kept_CV: Tensor) -> Tensor:

@@ -326,8 +326,8 @@ def _fold_draw_kernel(score_ptr, column_ptr, token_ptr, vocabulary, blocks, BLOC
     tl.store(token_ptr + row, tl.min(winner, axis=0).to(tl.int64))
 
 
-def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys) -> Tensor:
-    """See `logprobs.reference.draw`."""
+def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys, greedy: bool) -> Tensor:
+    """See `logprobs.reference.draw`. A row with temperature 0 is greedy whatever `greedy` says."""
     logits_CV = aligned_rows(logits_CV)
     rows, vocabulary = logits_CV.shape
     blocks, device = triton.cdiv(vocabulary, DRAW_BLOCK), logits_CV.device

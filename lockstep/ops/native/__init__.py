@@ -306,7 +306,7 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
     return sampled_C, model_C
 
 
-def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys) -> Tensor:
+def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys, greedy: bool) -> Tensor:
     rows, vocabulary = logits_CV.shape
     assert keys.key_C4.shape == (rows, 4)
     assert temperature_C.shape == threshold_C.shape == keys.position_C.shape == (rows,)

@@ -60,7 +60,7 @@ def drawn(temperature: float, top_k: int, top_p: float, min_p: float, vary: str)
     filters = [torch.full((DRAWS,), value) for value in (temperature, top_k, top_p, min_p)]
     filters[1] = filters[1].int()
     truncated = (top_k, top_p, min_p) != (0, 1.0, 0.0)
-    token = ops.sample(hidden, weight, ops.SampleKeys(key, position), ops.Filters(*filters), truncated)[0]
+    token = ops.sample(hidden, weight, ops.SampleKeys(key, position), ops.Filters(*filters), truncated, False)[0]
     return torch.bincount(token, minlength=len(LOGITS))
 
 
@@ -98,7 +98,7 @@ def test_neighbouring_draws_are_independent() -> None:
     hidden, weight = torch.ones(DRAWS, 1), torch.zeros(4, 1)
     one = torch.ones(DRAWS)
     filters = ops.Filters(one, 0 * one.int(), one, 0 * one)
-    token = ops.sample(hidden, weight, ops.SampleKeys(key, position), filters, False)[0]
+    token = ops.sample(hidden, weight, ops.SampleKeys(key, position), filters, False, False)[0]
     pairs = torch.bincount(token[::2] * 4 + token[1::2], minlength=16).double()
     statistic = ((pairs - DRAWS / 32) ** 2 / (DRAWS / 32)).sum()
     assert torch.special.gammaincc(torch.tensor(7.5, dtype=torch.float64), statistic / 2) > 1e-4
