@@ -72,7 +72,7 @@ def test_a_cut_is_in_order_and_even(number: int) -> None:
 def by_hand(config: RunConfig, iterations: int) -> tuple[list[StepResult], TrainingSession]:
     """A step whose groups are cut into the first and the other two, by the trainer's own calls."""
     loop = Loop(config, run := build(config))
-    groups, without_reward, _ = loop._collect(0)
+    groups, without_reward, *_ = loop._collect(0)
     assert not without_reward
     loop._set_advantages(groups, {})
     trainer = run.trainer
@@ -132,7 +132,7 @@ def test_a_mismatch_in_a_later_mini_batch_stops_before_weights_change(
 
 def test_each_mini_batch_has_means_of_its_own_and_none_without_advantages(config: Callable[..., RunConfig]) -> None:
     loop = Loop(made := config(), build(made))
-    groups, _, _ = loop._collect(0)
+    groups, *_ = loop._collect(0)
     groups[2].rollouts[0].advantage = 1.0
     part, checks = loop._pack(
         groups, []
