@@ -52,7 +52,7 @@ def load(
         raise InputError(f"{path}: cannot be read: {error}") from error
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # of the scanner: `"\UFFFFFFFF"`
         reason = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
         raise InputError(f"{path}: not valid YAML: {reason}") from error
     try:
@@ -144,7 +144,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = str(key_node.value)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key} is given twice", key_node.start_mark)

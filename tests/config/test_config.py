@@ -224,6 +224,9 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
         ("steps: !!bool maybe", "not valid YAML: 'maybe' is no bool at line 1, column 8"),
         ("steps: 3\ntask: {data: !!timestamp x}", "not valid YAML: 'x' is no timestamp at line 2, column 14"),
         ("task: {data: 2026-02-31}", "not valid YAML: day is out of range for month at line 1, column 14"),
+        (r'model: "\UFFFFFFFF"', "not valid YAML: Python int too large"),
+        (f"%YAML 1.{5000 * '9'}\n--- {{}}", "not valid YAML: Exceeds the limit"),
+        ("steps: !!set [1]", "not valid YAML: expected a mapping node, but found sequence at line 1, column 8"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
