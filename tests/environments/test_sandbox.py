@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +218,9 @@ def test_a_run_does_not_wait_for_its_programs() -> None:
 
 
 def test_at_most_as_many_programs_run_at_once_as_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait too long, or for nobody, are not run."""
-    places = threading.Semaphore(1)
-    monkeypatch.setattr(module, "_places", lambda: places)
+    """Those that wait too long, or for nobody, are not run; none takes a thread."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(module, "_waiting", cache(module._waiting.__wrapped__))
     python = python_tool(replace(LIMITS, patience=0.5), allow_unsandboxed=True)
 
     async def asked() -> list[str]:
@@ -228,10 +229,13 @@ def test_at_most_as_many_programs_run_at_once_as_there_are_places(monkeypatch: p
         unwanted = asyncio.create_task(python("2"))
         await asyncio.sleep(0.1)
         unwanted.cancel()
-        return [*await asyncio.gather(first, python("3")), await python("4")]
+        others = [asyncio.create_task(python("3")) for _ in range(100)]
+        await asyncio.sleep(0.1)
+        assert threading.active_count() < threads + 10
+        return [await first, *set(await asyncio.gather(*others)), await python("4")]
 
+    threads = threading.active_count()
     assert asyncio.run(asked()) == ["1", "[not run: too many programs were waiting]", "4"]
-    assert places.acquire(timeout=10)
 
 
 def test_signals_for_all_processes_are_the_runs() -> None:

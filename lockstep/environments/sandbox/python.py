@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 
 from ...errors import InputError, ToolUnavailable, refuse
 
@@ -157,8 +159,14 @@ def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool
             code: The program.
         """
         answer: Future[str] = Future()
-        # A daemon, so that the run's end does not wait for programs; they end with the run.
-        threading.Thread(target=_answer, args=(answer, code, limits, allow_unsandboxed), daemon=True).start()
+        until = time.monotonic() + limits.patience
+
+        def run() -> str:
+            if time.monotonic() > until:
+                return "[not run: too many programs were waiting]"
+            return format_result(run_python(code, limits, allow_unsandboxed), limits)
+
+        _waiting().put((answer, run))
         return await asyncio.wrap_future(answer)
 
     return python
@@ -176,24 +184,25 @@ def format_result(result: ProgramResult, limits: SandboxLimits) -> str:
     return "\n".join(part for part in (result.output.rstrip("\n"), ending) if part)
 
 
-def _answer(answer: Future[str], code: str, limits: SandboxLimits, allow_unsandboxed: bool) -> None:
-    """Run a program once it has a place, unless nobody waits for it any more."""
-    has_place = _places().acquire(timeout=limits.patience)
-    try:
-        if not answer.set_running_or_notify_cancel():
-            return
-        if has_place:
-            answer.set_result(format_result(run_python(code, limits, allow_unsandboxed), limits))
-        else:
-            answer.set_result("[not run: too many programs were waiting]")
-    except Exception as error:
-        answer.set_exception(error)
-    finally:
-        if has_place:
-            _places().release()
+_Waiting = SimpleQueue[tuple[Future[str], Callable[[], str]]]  # where each answer goes, and what makes it
 
 
 @cache
-def _places() -> threading.Semaphore:
-    """A place for each program that runs at once."""
-    return threading.Semaphore(os.cpu_count() or 1)
+def _waiting() -> _Waiting:
+    """Programs that wait for one of as many threads as there are cores. The run's end does not wait for these threads,
+    and programs end with it."""
+    waiting: _Waiting = SimpleQueue()
+    for _ in range(os.cpu_count() or 1):
+        threading.Thread(target=_run_programs, args=(waiting,), daemon=True).start()
+    return waiting
+
+
+def _run_programs(waiting: _Waiting) -> None:
+    while True:
+        answer, run = waiting.get()
+        if not answer.set_running_or_notify_cancel():  # nobody waits for it any more
+            continue
+        try:
+            answer.set_result(run())
+        except Exception as error:
+            answer.set_exception(error)
