@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -132,9 +133,10 @@ def _read_prompts(flags: Generate) -> list[Any]:
     if source is None:
         return [row_format.with_system(flags.prompt or "")]
     if source.endswith(".txt"):
-        refuse(Path(source).exists() and not Path(source).is_file(), f"--prompts {source} is not a regular file")
+        path = Path(os.path.expanduser(source))
+        refuse(path.exists() and not path.is_file(), f"--prompts {source} is not a regular file")
         try:
-            lines = Path(source).read_text(encoding="utf-8-sig").split("\n")  # Unicode has more ends of lines
+            lines = path.read_text(encoding="utf-8-sig").split("\n")  # Unicode has more ends of lines
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--prompts {source} cannot be read: {error}") from error
         return [row_format.with_system(line) for line in lines if line.strip()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -192,7 +193,7 @@ class GraphBuilder:
                 if not is_modified():
                     self.store.save(stored, ready)
         if self.config.dump:
-            write_stages(ready, Path(self.config.dump))
+            write_stages(ready, Path(os.path.expanduser(self.config.dump)))
         return ready
 
     def _trace(self, request: Request) -> Captured:

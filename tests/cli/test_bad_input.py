@@ -145,8 +145,14 @@ def test_a_yaml_file(place: Path, capsys: pytest.CaptureFixture[str], content: s
     assert message in refused(["train", "--config", "my.yaml"], capsys)
 
 
-@pytest.mark.parametrize("arguments", ["train --config pipe", "generate --model tiny --prompts pipe.txt"])
-def test_a_pipe_is_refused_at_once(place: Path, capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+PIPES = "train --config pipe", "generate --model tiny --prompts pipe.txt", "generate --model tiny --prompts=~/pipe.txt"
+
+
+@pytest.mark.parametrize("arguments", PIPES)
+def test_a_pipe_is_refused_at_once(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    monkeypatch.setenv("HOME", str(place))
     for name in ("pipe", "pipe.txt"):
         os.mkfifo(place / name)
     assert "is not a regular file" in refused(arguments.split(), capsys)

@@ -152,9 +152,10 @@ def test_compiled_regions_are_for_a_number_of_threads(runtime: Made) -> None:
         assert compiled.builder.settings(constants, sizes)["inductor"] != found["inductor"]
 
 
-def test_a_dump_shows_every_pass_so_it_is_traced(decoder, rollout, runtime: Made, tmp_path: Path) -> None:
+def test_a_dump_shows_every_pass_so_it_is_traced(decoder, rollout, runtime: Made, tmp_path: Path, monkeypatch) -> None:
     train_step(decoder(layers=1), rollout, runtime())
-    dumping = runtime(dump=str(tmp_path / "dump"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    dumping = runtime(dump="~/dump")
     train_step(decoder(layers=1), rollout, dumping)
     assert dumping.captures == 1 and list((tmp_path / "dump").iterdir())
 
