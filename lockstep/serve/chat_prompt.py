@@ -47,8 +47,8 @@ def encode_chat(
     stops: tuple[str, ...] = (),
 ) -> ChatPrompt:
     """Encode checked messages with the model's template and these `variables`, which include tools; `stops` are the
-    stop strings of sampled turns. `InputError`: the template refuses the messages, or they are larger than any prompt
-    may be."""
+    stop strings of sampled turns. `InputError`: the template refuses the messages, they have a token that the model
+    does not, or they are larger than any prompt may be."""
     config = policy.model.config
     require_prompt_fits(messages, config.max_position_embeddings, policy.max_token_bytes)
     sampled_tokens = [_sampled_tokens(message, i, config.vocab_size) for i, message in enumerate(messages)]
@@ -70,7 +70,8 @@ def encode_chat(
             continue
         ids += _encode_after(policy, ids, text[encoded : turn.start]) + sampled
         encoded, kept = turn.stop, kept + 1
-    return ChatPrompt(ids + _encode_after(policy, ids, text[encoded:]), kept, lost, begins_thought(text))
+    ids += _encode_after(policy, ids, text[encoded:])
+    return ChatPrompt(policy.known(ids), kept, lost, begins_thought(text))
 
 
 def _encode_after(policy: Policy, ids: list[int], text: str) -> list[int]:

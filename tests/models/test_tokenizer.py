@@ -33,6 +33,7 @@ from lockstep.models.tokenizer import (
     save_tokenizer,
     shows_today,
 )
+from lockstep.serve.chat_prompt import encode_chat
 from lockstep.session.build import load_policy
 from lockstep.session.text.policy import Policy
 
@@ -283,6 +284,7 @@ def test_a_token_added_beyond_the_vocabulary_is_refused_where_a_text_has_it(tmp_
             partial(policy.encode_completion, "a<image>b", False),
             partial(policy.encode_following, None, "a<image>b"),
             partial(policy.encode_following, chat, said),
+            partial(encode_chat, policy, said, {}, None),
         ):
             with pytest.raises(InputError, match="'<image>', token id 259, outside the model's vocabulary of 259"):
                 encode()

@@ -62,9 +62,10 @@ class Policy:
         """Token ids of a prompt: text, or messages shown by the chat template with these tools and `more` variables."""
         require_prompt_fits(prompt, self.model.config.max_position_embeddings, self.max_token_bytes)
         token_ids = encode_prompt(self.tokenizer, prompt, self._variables_with(tools) | (more or {}))
-        return token_ids if max(token_ids, default=0) < self.model.config.vocab_size else self._known(token_ids)
+        return token_ids if max(token_ids, default=0) < self.model.config.vocab_size else self.known(token_ids)
 
-    def _known(self, token_ids: list[int]) -> list[int]:
+    def known(self, token_ids: list[int]) -> list[int]:
+        """Return `token_ids` of a text. `InputError`: one of them is beyond the model's vocabulary."""
         return require_known(self.tokenizer, token_ids, self.model.config.vocab_size)
 
     def _variables_with(self, tools: Sequence[Tool]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class Policy:
         tokenizer's. If it has none, the model's first ends it, or nothing."""
         end = self.end_of_answer if in_chat else self.tokenizer.eos_token_id
         ends = self.model.config.eos_token_ids[:1] if end is None else (end,)
-        return [*self._known(self.tokenizer.encode(text, add_special_tokens=False)), *ends]
+        return [*self.known(self.tokenizer.encode(text, add_special_tokens=False)), *ends]
 
     @cached_property
     def end_of_answer(self) -> int | None:
@@ -94,11 +95,11 @@ class Policy:
         messages rendered by the model's template."""
         require_prompt_fits(given, self.model.config.max_position_embeddings, self.max_token_bytes)
         if isinstance(given, str):
-            return self._known(encode_continuation(self.tokenizer, given))
+            return self.known(encode_continuation(self.tokenizer, given))
         if messages is None:
             raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
         ends = [self.tokenizer.decode([token]) for token in self.model.config.eos_token_ids]
-        return self._known(encode_following(self.tokenizer, messages, given, self._variables_with(tools), ends))
+        return self.known(encode_following(self.tokenizer, messages, given, self._variables_with(tools), ends))
 
     @property
     def tokens(self) -> ChatCodec:
