@@ -260,6 +260,32 @@ def test_an_answer_that_the_player_left_out_is_not_taken_for_a_later_one(tmp_pat
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["environment/branches"] == 1.0
 
 
+def test_an_answer_is_not_taken_for_a_later_one_that_has_its_text_within(tmp_path: Path) -> None:
+    """The first turn is one random token, whose text many of the turns after it have too."""
+
+    def tries_later(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
+        create = openai().with_options(base_url=told["base_url"]).chat.completions.create
+        extra = {"return_token_ids": True, "stop_token_ids": list(range(512))}
+        first = create(model="", messages=told["row"]["prompt"], extra_body=extra)
+        messages = [*told["row"]["prompt"], {"role": "assistant", "content": first.choices[0].message.content}]
+        left_out = create(model="", messages=[*messages, FOLLOWING], extra_body={"stop_token_ids": [*range(128)]})
+        texts.append((first.choices[0].message.content, left_out.choices[0].message.content))
+        again = [*messages, {"role": "user", "content": "Again."}]
+        following = create(model="", messages=again, extra_body=extra).prompt_token_ids
+        kept.append((first.prompt_token_ids + first.choices[0].token_ids, following))
+        return {"reward": 1.0}
+
+    kept: list[tuple[list[int], list[int]]] = []
+    texts: list[tuple[str, str]] = []
+    with played(tries_later) as (url, count):
+        asked = config(tmp_path, url, max_response_length=500)
+        sampling = replace(asked.sampling, temperature=1000.0, num_generations=8, max_completion_length=64)
+        asked = replace(asked, sampling=sampling)
+        train(asked, tmp_path / "run", resume=False)
+    assert count == [200] * 16 and any(one.strip() in other and one.strip() != other.strip() for one, other in texts)
+    assert all(following[: len(first)] == first for first, following in kept)
+
+
 def fails(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
     """Every other row's rollouts end with an error before their first turn."""
     return {"error": "the game crashed"} if told["row"]["n"] % 2 else chats(url, told, http)

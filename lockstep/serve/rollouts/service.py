@@ -23,6 +23,7 @@ from ..chat_prompt import Message
 from ..errors import ApiError, bad_field
 from ..service import Service
 from ..settings import Settings
+from ..text import StopStrings
 from ..ticket import Ticket
 
 Playing = TrainingSession | EvaluationContext  # whose rollouts are played
@@ -66,11 +67,12 @@ class RolloutService(Service):
         answers = [message for message in messages if message["role"] == "assistant"]
         if not rollout.turns:
             rollout.given_answers = len(answers)
-        turns = list(rollout.turns)
+        turns, stops = list(rollout.turns), StopStrings(self.sampling.stop)
         for message in reversed(answers[rollout.given_answers :]):
-            if turns:  # the latest turn before with its text; if none has it, as where calls are taken out, the latest
-                said = message["content"].strip()
-                place = max((i for i, turn in enumerate(turns) if said in turn.text), default=len(turns) - 1)
+            if turns:  # the latest turn before with its text, else with more text, as a thought, else the latest
+                said, texts = message["content"].strip(), [turn.text for turn in turns]
+                fits = [(stops.cut(text).strip() == said, said in text, i) for i, text in enumerate(texts)]
+                place = max(fits)[-1]
                 message.setdefault("token_ids", turns[place].token_ids)
                 del turns[place:]
         return messages
