@@ -92,12 +92,7 @@ class AdamW:
 
     Args:
         groups: parameter groups with their settings (`parameter_groups`); by default a single one.
-
-    Attributes:
-        kept_bytes: bytes of masters and moments that are on the device though the others are not (`keep_on_device`).
     """
-
-    kept_bytes = 0
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, groups: Sequence[ParameterGroup] = ()) -> None:
         self.flat = flat
@@ -167,6 +162,11 @@ class AdamW:
     def keep_on_device(self, size: int) -> None:
         """Before the first update: keep as much as `size` bytes hold of a state that is otherwise on the host on the
         device between updates, which need not copy it then."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of masters and moments that are on the device though the others are not (`keep_on_device`)."""
+        return 0
 
     def complete_state(self) -> None:
         """Wait until all memory of the state is allocated."""
@@ -247,9 +247,12 @@ class OffloadedAdamW(AdamW):
         end = max((piece.end for piece in self._pieces if piece.end <= most), default=0)
         self._copied = [piece for piece in self._pieces if piece.begin >= end]
         self._kept = torch.zeros(len(self._host), end, device=self.flat.data.device)
-        self.kept_bytes = self._kept.nbytes
         for master in self._kept[2:]:
             master.copy_(self.flat.data[:end])
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept.nbytes
 
     def complete_state(self) -> None:
         if self._memory is None:

@@ -40,8 +40,8 @@ class OptimizerConfig(Section):
     fewer of the tokens trained on than the mean, and lowers it if it got more. A prompt's tokens count once for each of
     its samples. 0 leaves the biases unchanged."""
     offload: bool = False
-    """Keep the masters and moments in host memory, 12 bytes per parameter, and copy those that do not fit on the GPU
-    there in chunks for an update. Saves GPU memory with the same bits, but an update takes as long as the copies."""
+    """Keep the masters and moments in host memory, 12 bytes per parameter. Those that do not fit on the GPU come there
+    in chunks for an update. Saves GPU memory with the same bits, but an update takes as long as the copies."""
 
     def check(self) -> None:
         refuse("" in self.freeze, "optimizer.freeze has an empty pattern; name a parameter, or leave it out")
