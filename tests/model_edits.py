@@ -50,3 +50,18 @@ def cut(folder: Path) -> None:
 
 
 NORM = "model.norm.weight"
+
+
+def store_in_4_bits(folder: Path) -> int:
+    """Replace the experts' matrices of a gpt-oss folder of one file by drawn MXFP4 weights, and return their bytes."""
+    generator, path, packed = torch.Generator().manual_seed(0), folder / "model.safetensors", 0
+    stored = load_file(path)
+    for name in [name for name in stored if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = stored.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(120, 128, shape, generator=generator, dtype=torch.uint8)
+        packed += experts * outputs * inputs // 32 * 17
+    save_file(stored, path)
+    edited(quantization_config={"quant_method": "mxfp4"})(folder)
+    return packed

@@ -127,9 +127,9 @@ class Fill(Protocol):
     """Reads ranges of a tensor."""
 
     def __call__(self, first: int, values: Tensor, step: int = 0) -> None:
-        """Fill `values` with the tensor's elements from `first` on: flat ones of any dtype and device; or, with `step`,
-        a matrix [N, C] of the tensor's dtype on the host, whose rows are `step` elements apart in the file. `OSError`:
-        the file cannot be read or has become shorter."""
+        """Fill `values`, on any device, with the tensor's elements from `first` on: flat ones of any dtype; or, with
+        `step`, a matrix [N, C] of the tensor's dtype, whose rows are `step` elements apart in the file. `OSError`: the
+        file cannot be read or has become shorter."""
 
 
 class StoredTensor(NamedTuple):
@@ -199,8 +199,10 @@ class TensorReader:
             values, step = values.view(-1), 0
         if step:
             assert values.dtype == dtype
-            for i, row in enumerate(values.unbind()):
+            on_host = values if values.is_cpu else torch.empty_like(values, device="cpu")
+            for i, row in enumerate(on_host.unbind()):
                 _read(self._descriptor, begin + i * step * dtype.itemsize, _bytes(row), if_truncated)
+            values.copy_(on_host)
             return
         if values.device.type == "cpu" and values.dtype == dtype:
             self._staging.read(self._descriptor, begin, values, if_truncated)

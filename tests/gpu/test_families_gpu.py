@@ -1,20 +1,24 @@
 """Layers of real models with experts and latent attention, through both roles in recorded graphs: the trainer finds the
-generator's bits, before and after an update.
+generator's bits, before and after an update. Folders in other layouts than the decoder's, read on the device.
 """
 
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from both_roles import assert_roles_agree_over_updates, drawn
+from model_edits import store_in_4_bits
 
 from lockstep.config import CompileConfig, GeneratorConfig
+from lockstep.distributed.mesh import ONE_RANK, Axis, Mesh
 from lockstep.graph import Runtime
+from lockstep.models import Decoder, FolderWeights, load_part, save_model
 from lockstep.models.blocks.rope import LongRopeScaling
-from lockstep.models.init import ARCHITECTURES
+from lockstep.models.init import ARCHITECTURES, initialize
 
 DEVICE = torch.device("cuda")
 WINDOW: dict[str, Any] = {"sliding_window": 40, "sliding_layers": (0,)}  # shorter than a prompt, in one of two layers
@@ -54,3 +58,14 @@ def freed() -> Iterator[None]:
 def test_generator_and_trainer_agree_over_updates(name: str) -> None:
     model = drawn(MODELS[name], DEVICE)
     assert_roles_agree_over_updates(model, Runtime(CompileConfig("step", "full"), DEVICE), GeneratorConfig(), 16384)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-gpt-oss in 4 bits", "tiny-deepseek-v3", "tiny-glm4-moe"])
+def test_a_folder_in_another_layout_is_read_as_on_a_cpu(name: str, tmp_path: Path) -> None:
+    architecture, _, in_4_bits = name.partition(" ")
+    save_model(initialize(Decoder(ARCHITECTURES[architecture], torch.bfloat16), 3), tmp_path)
+    if in_4_bits:
+        store_in_4_bits(tmp_path)
+    for mesh in (ONE_RANK, Mesh(tp=Axis("tp", 2, 1))):
+        found, expected = (load_part(FolderWeights(tmp_path), torch.bfloat16, x, mesh) for x in (DEVICE, "cpu"))
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))

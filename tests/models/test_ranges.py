@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_edits import store_in_4_bits
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,20 +112,9 @@ def test_fused_projections_of_heads_that_are_partly_rotated_are_divided(tmp_path
 def test_a_rank_reads_its_part_of_weights_of_4_bits(tmp_path: Path) -> None:
     """Heads and experts of two ranks; then shards that begin and end anywhere, which read an output of the other kind
     beside each that they have."""
-    config, generator = ARCHITECTURES["tiny-gpt-oss"], torch.Generator().manual_seed(0)
+    config = ARCHITECTURES["tiny-gpt-oss"]
     save_model(initialize(Decoder(config, torch.float32), 3), tmp_path)
-    path, described = tmp_path / "model.safetensors", tmp_path / "config.json"
-    tensors, packed = load_file(path), 0
-    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        shape = experts, outputs, inputs // 32
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(120, 128, shape, generator=generator, dtype=torch.uint8)
-        packed += experts * outputs * inputs // 32 * 17
-    save_file(tensors, path)
-    described.write_text(
-        json.dumps(json.loads(described.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}})
-    )
+    packed = store_in_4_bits(tmp_path)
     whole = load_part(FolderWeights(tmp_path), torch.float32, "cpu")
     for rank in range(2):
         mesh = Mesh(tp=Axis("tp", 2, rank))

@@ -20,11 +20,12 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
     Args:
         blocks: uint8 [..., N, G, 16]; a byte holds two numbers, the first in its lower half: a sign and a magnitude.
-        scales: uint8 [..., N, G]; a power of two, plus 127.
+        scales: uint8 [..., N, G]; the exponent of a power of two, plus 127. 255 stands for NaN.
     """
     values = torch.tensor((*_MAGNITUDES, *(-x for x in _MAGNITUDES)), dtype=torch.bfloat16)
+    powers = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).bfloat16()
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    numbers = torch.ldexp(values[halves.int()], scales.int().unsqueeze(-1) - 127)
+    numbers = values.to(blocks.device)[halves.int()] * powers.to(blocks.device)[scales.int()].unsqueeze(-1)
     return numbers.flatten(-2).transpose(-1, -2)
 
 
@@ -62,7 +63,7 @@ def _fill(blocks: StoredTensor, scales: StoredTensor, first: int, values: Tensor
     assert step == outputs and len(values) == groups * 32
     matrix, column = divmod(first, len(values) * outputs)
     at, shape = (matrix * outputs + column) * groups, (values.shape[1], groups)
-    block, scale = torch.empty((*shape, 16), dtype=torch.uint8), torch.empty(shape, dtype=torch.uint8)
+    block, scale = (values.new_empty(of, dtype=torch.uint8) for of in ((*shape, 16), shape))
     blocks.fill(at * 16, block.view(-1))
     scales.fill(at, scale.view(-1))
     values.copy_(dequantize(block, scale))

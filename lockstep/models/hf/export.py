@@ -112,7 +112,8 @@ def _convert_layout(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part
     for at in range(rank * count, piece.rows, ranks * count):
         shape = min(count, piece.rows - at), *rows.shape[1:]
         found = file.read(piece.name, at * width, prod(shape)).view(shape)
-        file.write(piece.name, at * width, piece.to_hf(found).flatten())
+        converted = piece.to_hf(found).squeeze(0)  # torch copies a transposed matrix in tiles, a batch of them slowly
+        file.write(piece.name, at * width, converted.flatten())
 
 
 @contextlib.contextmanager

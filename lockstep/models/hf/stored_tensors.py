@@ -92,15 +92,16 @@ def fill_rows(found: FoundTensor, piece: WeightSlice, rows: Tensor, held: Sequen
 def _fill_block(
     stored: StoredTensor, layout: RowLayout, at: int, rows: Tensor, wanted: Sequence[tuple[int, Tensor]]
 ) -> None:
-    """Fill the `wanted` ranges, each given with its offset in the block, from the block at element `at` of a piece."""
-    width = rows.numel() // len(rows)
+    """Fill the `wanted` ranges, each given with its offset in the block, from the block at element `at` of a piece. It
+    is converted on their device."""
+    width, device = rows.numel() // len(rows), wanted[0][1].device
     wanted_rows = [range(first // width, -(-(first + values.numel()) // width)) for first, values in wanted]
     for read in layout.plan_reads(wanted_rows):
         if read.columns is None:
-            theirs = torch.empty(layout.to_hf(rows).shape, dtype=stored.entry.dtype)
+            theirs = torch.empty(layout.to_hf(rows).shape, dtype=stored.entry.dtype, device=device)
             stored.fill(at, theirs.view(-1))
         else:
-            theirs = torch.empty(width, len(read.columns), dtype=stored.entry.dtype)
+            theirs = torch.empty(width, len(read.columns), dtype=stored.entry.dtype, device=device)
             stored.fill(at + read.columns.start, theirs, len(rows))
             theirs = theirs.unsqueeze(0)
         ours = layout.from_hf(theirs).flatten().split([len(r) * width for r in read.rows])
