@@ -436,5 +436,5 @@ def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world:
         export = Export(policy.model, staging, generation=generation)
         world.broadcast_from_first(begin)
         world.gather_results(lambda: export.write(held or ranges_of(policy.model)))
-        world.gather_results(lambda: export.convert_layouts(world.rank, world.size))
+        world.gather_results(export.convert_layouts)
     world.broadcast_from_first(lambda: replace_folder(staging, folder))

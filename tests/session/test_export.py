@@ -30,8 +30,8 @@ def test_the_model_before_stays_until_the_new_one_is_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     before, convert_layouts, seen = held(out), Export.convert_layouts, []
 
-    def last(export: Export, rank: int, ranks: int) -> None:
-        convert_layouts(export, rank, ranks)
+    def last(export: Export) -> None:
+        convert_layouts(export)
         seen.append(held(out))
         if ends != "well":
             raise OSError(28, "No space left on device")

@@ -6,18 +6,18 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from math import prod
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ...cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, split_by_size
+from ...cache.tensor_file import Entry, OpenTensorFile, TensorFile, split_by_size
 from ...errors import LockstepError
 from ..blocks.weight_slices import WeightSlice
 from ..config import ModelConfig
 from ..decoder import Decoder
-from ..parts import Ranges, intersect, meta_tensors, ranges_of
+from ..parts import Ranges, TensorRange, intersect, meta_tensors, ranges_of
 from .config import to_hf
 from .weight_map import VALUE_HEAD, VALUE_HEAD_PIECE, weight_map
 
@@ -40,7 +40,7 @@ def save_model(
 class Export:
     """A model folder written by several processes, byte for byte as by one: the first process calls `create_files`,
     then each calls `write` with what it holds, and, once all have written, `convert_layouts`. Arguments and errors are
-    those of `save_model`. A write holds `tensor_file.CHUNK_BYTES` in memory, or one block of a piece with a
+    those of `save_model`. A write holds `tensor_file.CHUNK_BYTES` in memory, or two copies of a block of a
     `RowLayout`. `generation`: values of `generation_config.json`, such as a temperature; the ends are the model's."""
 
     def __init__(
@@ -52,6 +52,7 @@ class Export:
         generation: Mapping[str, Any] | None = None,
     ) -> None:
         self._model, self._folder, self._generation = model, folder, generation or {}
+        self._cut_blocks = list[tuple[TensorFile, WeightSlice, Tensor, int]]()  # held from the first element on
         tensors = {name: tensor.to(model.embed.dtype) for name, tensor in meta_tensors(model.config).items()}
         tensors |= {name: buffer.to("meta") for name, buffer in model.named_buffers()}
         pieces = [(piece, piece.rows_of(tensors)) for piece in weight_map(model.config)]
@@ -93,27 +94,45 @@ class Export:
             with _report_write_errors(file.path), file.open() as opened:
                 for piece, rows in pieces:
                     for begin, values in intersect(held[piece.parameter], piece.first_element(rows), rows.numel()):
-                        opened.write(piece.name, begin, values)
+                        if piece.layout is None:
+                            opened.write(piece.name, begin, values)
+                        else:
+                            cut = _write_converted(opened, piece, rows, TensorRange(values, begin))
+                            self._cut_blocks += [(file, piece, rows, at) for at in cut]
 
-    def convert_layouts(self, rank: int = 0, ranks: int = 1) -> None:
-        """Convert, in the written files, the tensors that a folder stores in another layout; each rank its share."""
-        for file, pieces in self._files:
+    def convert_layouts(self) -> None:
+        """Convert, in the written files, blocks of tensors in another layout that no process held whole: those of which
+        this one held the first element."""
+        for file, piece, rows, at in self._cut_blocks:
             with _report_write_errors(file.path), file.open() as opened:
-                for piece, rows in pieces:
-                    if piece.layout is not None:
-                        _convert_layout(opened, piece, rows, (rank, ranks))
+                block = opened.read(piece.name, at, _block_size(piece, rows))
+                opened.write(piece.name, at, _convert(block, piece, rows))
 
 
-def _convert_layout(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple[int, int]) -> None:
-    """Convert this rank's share of a tensor's blocks, in chunks; the ranks take turns."""
+def _block_size(piece: WeightSlice, rows: Tensor) -> int:
     assert piece.layout is not None
-    width, (rank, ranks) = rows.numel() // rows.shape[0], part
-    count = max(1, CHUNK_BYTES // (piece.layout.block * width * rows.itemsize)) * piece.layout.block
-    for at in range(rank * count, piece.rows, ranks * count):
-        shape = min(count, piece.rows - at), *rows.shape[1:]
-        found = file.read(piece.name, at * width, prod(shape)).view(shape)
-        converted = piece.to_hf(found).squeeze(0)  # torch copies a transposed matrix in tiles, a batch of them slowly
-        file.write(piece.name, at * width, converted.flatten())
+    return piece.layout.block * (rows.numel() // rows.shape[0])
+
+
+def _write_converted(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, held: TensorRange) -> list[int]:
+    """Convert the blocks that are held whole, and write the parts of others as they are. Returns where blocks start of
+    which the first part is held."""
+    size, begin, end = _block_size(piece, rows), held.first, held.first + held.values.numel()
+    cuts, partial = sorted({begin, end, *range(-(-begin // size) * size, end, size)}), list[int]()
+    for at, until in pairwise(cuts):
+        part = held.values[at - begin : until - begin]
+        if until - at == size:
+            part = _convert(part, piece, rows)
+        elif at % size == 0:
+            partial.append(at)
+        file.write(piece.name, at, part)
+    return partial
+
+
+def _convert(block: Tensor, piece: WeightSlice, rows: Tensor) -> Tensor:
+    """The flat elements of a block as the folder stores them. On the host, as a GPU may have no memory left."""
+    converted = piece.to_hf(block.cpu().view(-1, *rows.shape[1:]))
+    return converted.squeeze(0).flatten()  # torch copies a transposed matrix in tiles, a batch of them slowly
 
 
 @contextlib.contextmanager
