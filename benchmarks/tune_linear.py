@@ -34,6 +34,7 @@ import torch
 import triton
 from cases.decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
 from common import arguments, bandwidth, finish, graph_us, save, streak_us
+from linear_tiles import candidates
 from torch import Tensor
 
 from lockstep import machine, ops
@@ -98,7 +99,7 @@ def tiles(
 ) -> list[Choice]:
     """Candidates of these kernels. Of each tile of a kernel that is not `varied`, the one with the most stages, which
     releases early."""
-    found = [c for name in kernels for c in KERNELS[name].candidates(kind, PROBES[bucket], columns, depth)]
+    found = [c for name in kernels for c in candidates(name, kind, PROBES[bucket], columns, depth)]
     ordered = sorted(found, key=lambda c: (c.num_stages, c.early))
     return list({(c if c.kernel in varied else c[:4]): c for c in ordered}.values())
 

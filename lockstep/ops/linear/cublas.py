@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..activation.triton import silu_mul
 from ..records import PLAIN_EPILOGUE, Epilogue
-from .choice import LIBRARY, Choice, Kind
+from .choice import Choice, Kind
 from .triton import supports as supports
 
 MIN_ROWS = 8  # below this cuBLAS may use matrix-vector kernels, which add in another order
@@ -38,11 +37,6 @@ def cublaslt_linear(
     if bias_N is not None:
         return torch.addmm(bias_N.contiguous(), x_TK, weight_KN)[:rows]
     return (torch.mm(x_TK, weight_KN) if dtype == x_TK.dtype else torch.mm(x_TK, weight_KN, out_dtype=dtype))[:rows]
-
-
-def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-    """A single one: the library chooses its kernel itself."""
-    return [LIBRARY]
 
 
 def run(

@@ -17,9 +17,6 @@ Shape suffixes: M rows, N columns of the result, K depth.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,9 +26,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue, peer_arguments
-from .choice import Choice, Kind, weight_tiles
+from .choice import Choice, Kind
 from .hopper_common import (
-    STAGES_KIB,
     WGMMA_ROWS,
     add_bias,
     apply_gate_rounded,
@@ -44,7 +40,6 @@ from .hopper_common import supports as supports
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # depends on Triton's version
 
-STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by a stage's depth; the weights' fill the rest
 MIN_COPIED = 8  # the fewest rows that are copied: the period of the shared layouts
 
 
@@ -196,27 +191,6 @@ def _async_kernel(
     if RANKS > 1:
         store_to_peers(value, m, exists, first_n, columns, addresses_ptr, state_ptr, rank, RANKS)
     gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
-
-
-def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-    if kind == "linear_fp32":
-        return []
-    choices: dict[Choice, None] = {}
-    weights, most = weight_tiles(kind), rows[-1]
-    for block_m, block_n, block_k in itertools.product(
-        (16, 64) if most <= 64 else (64, 128), (8, 16, 32, 64, 128), STAGES
-    ):
-        programs, steps = -(-rows[0] // block_m) * (columns // weights // block_n), depth // block_k
-        narrow = weights * block_n < (16 if block_m == 16 or most > 64 else 8)
-        if narrow or weights * block_n > 128 or not 32 <= programs <= 400 or depth % block_k:
-            continue
-        row_stage, weight_stage = 2 * block_k * block_m, 2 * block_k * block_n * weights
-        for x_stages, kib in itertools.product(STAGES[block_k], STAGES_KIB):
-            stages = min((kib * 1024 - x_stages * row_stage) // weight_stage, steps)
-            if stages >= min(x_stages, steps) and x_stages <= steps + 1:
-                warps = 4 if block_m <= 64 else 8
-                choices[Choice("async", block_m, block_n, block_k, warps, stages, x_stages)] = None
-    return list(choices)
 
 
 def run(

@@ -20,7 +20,6 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ALIGNMENT = 16  # bytes that one instruction copies
 WGMMA_ROWS = 64  # blocks with at least this many rows use wgmma
-STAGES_KIB = (74, 110, 224)  # for three programs per multiprocessor, two, or one
 
 
 @gluon.jit

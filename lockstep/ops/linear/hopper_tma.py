@@ -13,9 +13,6 @@ Shape suffixes: M rows, N columns of the result, K depth.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,9 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue, peer_arguments
-from .choice import Choice, Kind, weight_tiles
+from .choice import Choice, Kind
 from .hopper_common import (
-    STAGES_KIB,
     add_bias,
     apply_gate_rounded,
     barrier,
@@ -40,7 +36,6 @@ from .hopper_common import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # depends on Triton's version
 WEIGHTS, PIECES = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
-MIN_ROWS = 8  # rows for which it pays; fewer would take too many pieces
 
 
 @gluon.jit
@@ -154,22 +149,6 @@ def _tma_kernel(
     if RANKS > 1:
         store_to_peers(value, m, exists, first_n, columns, addresses_ptr, state_ptr, rank, RANKS)
     gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
-
-
-def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-    if kind == "linear_fp32":
-        return []
-    choices: dict[Choice, None] = {}
-    parts = weight_tiles(kind)
-    for block_m, block_n, block_k in itertools.product((64, 128), (16, 32, 64, 128), (64, 128, 256)):
-        programs = -(-rows[0] // block_m) * (columns // parts // block_n)
-        if rows[0] < (MIN_ROWS if block_m == 64 else 65) or not 28 <= programs <= 420 or depth % block_k:
-            continue
-        for kib in STAGES_KIB:
-            stages = min(kib * 1024 // (2 * block_k * (block_m + parts * block_n)), depth // block_k + 1, 12)
-            if stages >= 3:
-                choices[Choice("tma", block_m, block_n, block_k, block_m // 16, stages)] = None
-    return list(choices)
 
 
 def run(

@@ -26,9 +26,6 @@ class ProductKernel(Protocol):
     def supports(self, choice: Choice, weight_NK: Tensor) -> bool:
         """Whether the weight's GPU can run this choice, and the weight has the layout that it needs."""
 
-    def candidates(self, kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-        """Choices worth timing for these numbers of rows, ascending; `columns` as in `linear_choice.choose`."""
-
     def run(
         self,
         kind: Kind,
@@ -55,8 +52,16 @@ else:
 STORE_TO_PEERS = {"pipelined", "async", "tma"}  # whose kernels know `Epilogue.peers`
 
 
-def register(name: str, kernel: ProductKernel) -> None:
-    """Add a kernel from outside the package. It computes every shape for which it has candidates, by the first."""
+class RegisteredKernel(ProductKernel, Protocol):
+    """A kernel from outside the package, which says what it computes."""
+
+    def candidates(self, kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+        """Choices for these numbers of rows, ascending, the first of which is used; `columns` as in
+        `linear_choice.choose`."""
+
+
+def register(name: str, kernel: RegisteredKernel) -> None:
+    """Add a kernel from outside the package. It computes every shape for which it has candidates."""
     KERNELS[name] = kernel
     linear_choice.registered[name] = kernel.candidates
 

@@ -18,9 +18,6 @@ Shape suffixes: M rows, N columns of the result, K depth; of per-head products: 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -35,8 +32,6 @@ from .choice import CHAIN, Choice, Kind, weight_tiles
 
 SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 128, 64, 8, 3)
 MANY_ROWS = 64  # from this many rows on, per-head products use LARGE
-PIPELINE_KIB = (110, 200)  # of a program's stages, for two programs per multiprocessor or one
-SHARED_BYTES = 220 * 2**10
 
 
 @triton.jit
@@ -133,27 +128,6 @@ def _linear_kernel(
 def supports(choice: Choice, weight_NK: Tensor) -> bool:
     """Always: a weight in another layout is copied."""
     return True
-
-
-def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-    """See `kernels.ProductKernel`. Plain products are tried with and without the early release."""
-    choices: dict[Choice, None] = {}
-    weights, most = weight_tiles(kind), rows[-1]
-    heights = [m for m in (64, 32, 16) if m < 2 * most or m == 16] if most <= 64 else [64, 128]
-    for block_m, block_n, block_k in itertools.product(heights, (16, 32, 64, 128, 256), (64, 128, 256)):
-        programs = -(-rows[0] // block_m) * (columns // weights // block_n)
-        stage, tile = 2 * block_k * (block_m + weights * block_n), block_m * block_n * weights
-        few, many = programs < 48, programs > 400 and block_n < 64
-        if few or many or (most >= 256 and block_n < 64) or tile > 128 * 256 or depth % block_k:
-            continue
-        split = block_m < min(most, 64)  # the rows span several blocks
-        for kib in PIPELINE_KIB[split:]:
-            stages = min(kib * 1024 // stage, 8, depth // block_k + 1)
-            if stages >= 3 and stages * stage <= SHARED_BYTES:
-                warps = 8 if tile >= 128 * 128 else 4
-                choices[Choice("pipelined", block_m, block_n, block_k, warps, stages)] = None
-    early = (True, False) if kind in ("linear", "linear_fp32") else (True,)
-    return [choice._replace(early=e) for choice in choices for e in early]
 
 
 def run(
