@@ -15,11 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # this version of Triton has no PDL
-    gdc_wait = gdc_launch_dependents = None
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HOPPER = (9, 0)
 
@@ -37,9 +33,8 @@ def release_and_wait(PDL: tl.constexpr, LATE: tl.constexpr = False):
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of the GPU; (0, 0) where PDL is unavailable."""
-    usable = gdc_wait is not None and device.type == "cuda"
-    return torch.cuda.get_device_capability(device) if usable else (0, 0)
+    """Of the GPU; (0, 0) for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def is_supported(x: Tensor) -> bool:

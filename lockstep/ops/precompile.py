@@ -164,16 +164,11 @@ def _preload(kernel: Kernel, pool: _CompilePool) -> bool:
     with suppress(Exception):
         if module.startswith(PACKAGE):
             function = getattr(import_module(module), name)
-            if not _is_loaded(function, description):
+            loaded, *_ = function.device_caches[driver.active.get_current_device()]
+            if json.loads(description)["key"] not in loaded:
                 pool.functions.add(function)
                 function.preload(description)
             return True
-    return False
-
-
-def _is_loaded(function: JITFunction, description: str) -> bool:
-    with suppress(Exception):  # some versions of Triton keep them elsewhere
-        return json.loads(description)["key"] in function.device_caches[driver.active.get_current_device()][0]
     return False
 
 

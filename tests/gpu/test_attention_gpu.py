@@ -131,9 +131,8 @@ def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
 
 
 def choose_group_kernel(monkeypatch, by_warp: bool) -> None:
-    """Choose the kernel of groups, where both run."""
-    if triton_decode.hopper_decode is not None:
-        monkeypatch.setattr(triton_decode.hopper_decode, "pays_for_groups", lambda *_: by_warp)
+    """Choose the kernel of groups."""
+    monkeypatch.setattr(triton_decode.hopper_decode, "pays_for_groups", lambda *_: by_warp)
 
 
 @pytest.mark.parametrize("by_warp", [True, False])

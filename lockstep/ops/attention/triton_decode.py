@@ -40,7 +40,7 @@ from ..records import (
 from ..rope.triton import qk_norm_rope_write_kv, rotate_heads
 from ..rows import aligned_rows, unit_inner
 from ..triton_peers import store_pairs
-from . import triton_prefetch, triton_scores
+from . import hopper_decode, triton_prefetch, triton_scores
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_scores import add_sinks, first_tile
 from .triton_tiles import (
@@ -59,11 +59,6 @@ from .triton_tiles import (
     store_rows,
     store_state,
 )
-
-try:
-    from . import hopper_decode
-except ImportError:  # this version of Triton lacks Gluon
-    hopper_decode = None
 
 MAX_GROUP_ROWS = 64  # query rows of a tile; a larger group takes several tiles
 FEW_PROGRAMS = 32  # up to this many programs, three pipeline stages suffice
@@ -425,9 +420,7 @@ def decode(
         count, width = group_rows_CW.shape
         tile = _choose_group_tile(width * group, kv_heads * count * splits, key_bytes)
         tiles = count * triton.cdiv(width * group, MIN_BLOCK)  # of the kernel with a tile of keys a warp
-        by_warp = hopper_decode is not None and hopper_decode.pays_for_groups(
-            kv_heads * tiles * splits, contexts.max_context_len
-        )
+        by_warp = hopper_decode.pays_for_groups(kv_heads * tiles * splits, contexts.max_context_len)
         members = (group_rows_CW.contiguous(), groups.shared_len_S, sequences)
         arguments = (q, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale)
         if by_warp and hopper_decode.supports(q, (k_RKH, v_RKH), MIN_BLOCK, page_size, scores):
@@ -446,7 +439,7 @@ def decode(
     operands = (q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, contexts.context_len_S)
     others = (*_rotation_arguments(rotation, slots_S), *bounds, *strides, scale)
     grid, rows = (kv_heads, sequences, splits), group + projected
-    by_warp = hopper_decode is not None and not grouped and hopper_decode.pays(programs, contexts.max_context_len)
+    by_warp = not grouped and hopper_decode.pays(programs, contexts.max_context_len)
     if by_warp and hopper_decode.supports(q, (k_RKH, v_RKH), rows, page_size, scores):
         hopper_decode.run(grid, (*operands, *others), options)
     else:

@@ -16,7 +16,7 @@ from ..activation.triton import silu_mul
 from ..norm.triton import rms_norm
 from ..records import PLAIN_EPILOGUE, SILU, Epilogue
 from . import choice as linear_choice
-from . import cublas, triton
+from . import cublas, hopper_async, hopper_tma, triton
 from .choice import Choice, Kind
 
 
@@ -40,15 +40,12 @@ class ProductKernel(Protocol):
         done. `epilogue` is passed only if it is not the plain one; kinds that gate or stay in float32 have no bias."""
 
 
-KERNELS: dict[str, ProductKernel] = {"library": cublas, "pipelined": triton}
-try:
-    from . import hopper_async, hopper_tma
-except ImportError:  # this version of Triton lacks Gluon
-    pass
-else:
-    KERNELS |= {"async": hopper_async, "tma": hopper_tma}
-
-
+KERNELS: dict[str, ProductKernel] = {
+    "library": cublas,
+    "pipelined": triton,
+    "async": hopper_async,
+    "tma": hopper_tma,
+}
 STORE_TO_PEERS = {"pipelined", "async", "tma"}  # whose kernels know `Epilogue.peers`
 
 

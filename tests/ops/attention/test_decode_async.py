@@ -22,7 +22,6 @@ from lockstep.ops.records import PLAIN, AttentionScores
 
 kernels = triton_decode.hopper_decode
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-pytestmark = pytest.mark.skipif(kernels is None, reason="this version of Triton lacks Gluon")
 
 MMAS, EXPLICIT = 32 + 32 + 4 * 16, 32 + 4 * 2  # in the loop's body, a thread's: products of matrices, and `fma`
 COMPILE = """
