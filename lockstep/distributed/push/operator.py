@@ -21,7 +21,10 @@ from ...ops.records import NO_GROUPS, PLAIN, SILU, AttentionScores, Contexts, KV
 from .. import torch_private
 
 
-@torch.library.custom_op("lockstep::push_columns", mutates_args=(), device_types="cpu")
+@operator(
+    cuda="triton:push_columns",
+    fake=lambda x, ranks, _, to_owners: x.new_empty(len(x) // ranks if to_owners else len(x), ranks * x.shape[1]),
+)
 def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
     """All ranks' columns side by side, in rank order: of all rows, or of this rank's share of the rows. Nothing is
     computed.
@@ -35,19 +38,6 @@ def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
         [R, ranks * W], or [R / ranks, ranks * W] with `to_owners`.
     """
     return by_collective(x, ranks, group, to_owners)
-
-
-@push_columns.register_kernel("cuda")
-def _push_columns_cuda(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
-    from . import triton  # not required on machines without a GPU
-
-    return triton.push_columns(x, ranks, group, to_owners)
-
-
-@push_columns.register_fake
-def _push_columns_fake(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
-    rows, width = x.shape
-    return x.new_empty(rows // ranks if to_owners else rows, ranks * width)
 
 
 def by_collective(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
