@@ -30,7 +30,7 @@ from .. import native
 from ..embedding.operator import accumulate_rows
 from ..linear.operator import MIN_COLUMNS
 from ..operator import uses_native
-from ..records import PLAIN, AttentionScores, Contexts, KVPages, Packed, Paged
+from ..records import PLAIN, AttentionScores, KVPages, Packed, Paged
 
 KEY_TILE = 64
 KEY_SPLIT = 4096  # a multiple of KEY_TILE
@@ -119,9 +119,6 @@ def paged(
     q_TNH: Tensor, cache: KVPages, layout: Paged, scores: AttentionScores = PLAIN, visible: MaskFunction | None = None
 ) -> Tensor:
     """See `attention.operator.attention_paged`; with `visible`, `flex.flex_paged`."""
-    contexts = layout.decode_contexts(q_TNH.shape[0])
-    if contexts and not scores.window:  # with a window, each sequence has a first tile of its own
-        return _decode(q_TNH, cache, contexts, scores, visible)
     starts, context = layout.cu_seqlens.tolist(), layout.context_len_S.tolist()
     lengths = [starts[s + 1] - starts[s] for s in range(len(context))]
     queries = [(starts[s], n, context[s] - n) for s, n in enumerate(lengths)]
@@ -133,32 +130,6 @@ def paged(
 
     k_RKH, v_RKH = (pages.flatten(0, 1) for pages in cache)
     return _attend(q_TNH, _Keys(k_RKH, v_RKH, rows, scores, visible), queries)
-
-
-def _decode(
-    q_SNH: Tensor, cache: KVPages, contexts: Contexts, scores: AttentionScores, visible: MaskFunction | None
-) -> Tensor:
-    """One new token per sequence, which is a block; all are padded with masked tiles, which change no bit."""
-    length = -(-contexts.max_context_len // KEY_TILE) * KEY_TILE
-    page_size = cache.k_cache.shape[1]
-    keys_L, page_L, offset_L = _page_offsets(length, page_size, contexts.block_table.shape[1])
-    last_S1 = contexts.context_len_S.unsqueeze(1) - 1
-    rows_SL = contexts.block_table.index_select(1, page_L) * page_size + offset_L
-    visible_SL = keys_L <= last_S1
-    rows_SL = torch.where(visible_SL, rows_SL, rows_SL[:, :1])
-    if visible is not None:
-        visible_SL = visible(last_S1.int(), keys_L)
-    bias_S1L = torch.where(visible_SL, 0.0, -torch.inf).unsqueeze(1)
-    k_RKH, v_RKH = (pages.flatten(0, 1) for pages in cache)
-    keys = _Keys(k_RKH, v_RKH, lambda *_: rows_SL, scores, visible)
-    return _softmax_attention(q_SNH.unsqueeze(1), keys, rows_SL, bias_S1L).squeeze(1).contiguous()
-
-
-@functools.lru_cache(maxsize=64)
-def _page_offsets(length: int, page_size: int, pages: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions 0 to length - 1, the block table column of each (past its end, the last one), and the page offset."""
-    keys_L = torch.arange(length, dtype=torch.int32)
-    return keys_L, (keys_L // page_size).clamp(max=pages - 1), keys_L % page_size
 
 
 def _attend(q_TNH: Tensor, keys: _Keys, queries: list[tuple[int, int, int]]) -> Tensor:
@@ -199,7 +170,7 @@ def _attend_blocks(out_TNH: Tensor, q_TNH: Tensor, keys: _Keys, blocks: list[_Bl
     out_TNH.index_copy_(0, token_BW[real], out[real])
 
 
-def _softmax_attention(q_BWNH: Tensor, keys: _Keys, key_rows_BL: Tensor, bias_BWL: Tensor, start: int = 0) -> Tensor:
+def _softmax_attention(q_BWNH: Tensor, keys: _Keys, key_rows_BL: Tensor, bias_BWL: Tensor, start: int) -> Tensor:
     """[B, W, N, H] in q's dtype: W query tokens per block over the block's key rows, at positions from `start` on.
 
     With a custom mask there are no splits, and a query may see any keys or none; in that case its output is zero.
