@@ -117,11 +117,6 @@ class Operator:
         return self.on_cpu[(args[0][0] if self._starts_with_record else args[0]).dtype](*args)
 
 
-def uses_native(x: torch.Tensor) -> bool:
-    """Whether a helper of an operator, not an operator itself, runs in C for x."""
-    return x.is_cpu and x.dtype is torch.float32 and library.current is not None
-
-
 class CpuImplementations(dict[torch.dtype, Callable[..., Any]]):
     """CPU implementations: chosen when a dtype is first seen, and again when the C library changes."""
 

@@ -11,10 +11,9 @@ from native_cases import same, wide
 from torch import Tensor
 
 from lockstep.ops import native
-from lockstep.ops.attention import reference
 from lockstep.ops.native import library
 from lockstep.ops.norm import operator as norm
-from lockstep.ops.records import Packed, Rotation
+from lockstep.ops.records import Rotation
 from lockstep.ops.rope import operator as rope
 
 pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
@@ -60,24 +59,3 @@ def test_of_norm_and_rotation(tokens: int, head_dim: int, normed: bool) -> None:
     for offset in (0.0, 1.0):
         of_both(lambda offset=offset: compute.get(library.current, rope._native_backward)(grad, qkv, by, offset))
     assert not rope._native_backward(grad, qkv, by)[0][:, 5 * head_dim :].any()
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
-def test_of_attention_with_shared_prefixes(heads: int, kv_heads: int) -> None:
-    """A prefix's rows take the gradients of all that read it, in their order."""
-    lengths, prefix_start, prefix_len = [40, 33, 9, 70, 1], [0, 0, 0, 0, 82], [0, 40, 40, 40, 70]
-    starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    by = Packed(starts, torch.tensor(prefix_start).int(), torch.tensor(prefix_len).int(), 110)
-    tokens = sum(lengths)
-    q, k, v = (torch.randn(tokens, n, 8) for n in (heads, kv_heads, kv_heads))
-    grad, qkv = torch.randn(tokens, heads, 8), torch.cat((q, k, v), dim=1)
-    views = qkv.split((heads, kv_heads, kv_heads), dim=1)  # as the fused projection has them
-    of_both(lambda: reference.packed_backward((grad, *views), by)[:3])
-
-
-def test_rows_outside_a_table() -> None:
-    x, rows = torch.randn(4, 2, 8), torch.tensor([[0, 3], [4, 1]])
-    with pytest.raises(IndexError, match="a row lies outside 4"):
-        native.gather_heads(rows, x)
-    with pytest.raises(IndexError, match="a row lies outside 4"):
-        native.accumulate_heads(-rows, (x, torch.randn(2, 2, 2, 8)))

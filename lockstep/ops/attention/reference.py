@@ -26,10 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import native
 from ..embedding.operator import accumulate_rows
 from ..linear.operator import MIN_COLUMNS
-from ..operator import uses_native
 from ..records import PLAIN, AttentionScores, KVPages, Packed, Paged
 
 KEY_TILE = 64
@@ -311,11 +309,11 @@ def packed_backward(
         size = max(1, BACKWARD_BUDGET // (q_TNH.shape[1] * queries * keys))
         for i in range(0, len(segments), size):
             table = torch.tensor(segments[i : i + size]).to(q_TNH.device)
-            padded = _pad_segments(table, queries, keys, visible)
+            padded = token_BQ, row_BL, _ = _pad_segments(table, queries, keys, visible)
             dq, dk, dv, dsinks_BN = _batch_gradients(grad_TNH, q_TNH, k_TKH, v_TKH, padded, scores)
             grad_sinks += dsinks_BN.sum(0)
-            accumulate_heads(padded.token_BQ, (grad_q, dq))
-            accumulate_heads(padded.row_BL, (grad_k, dk), (grad_v, dv))
+            for total, rows, values in ((grad_q, token_BQ, dq), (grad_k, row_BL, dk), (grad_v, row_BL, dv)):
+                accumulate_rows(total, rows.flatten(), values.transpose(1, 2).flatten(0, 1))  # in the order of (b, i)
     return grad_q.to(q_TNH.dtype), grad_k.to(k_TKH.dtype), grad_v.to(v_TKH.dtype), grad_sinks.to(sinks_N.dtype)
 
 
@@ -351,8 +349,8 @@ def _batch_gradients(
     kv_heads = k_TKH.shape[1]
     scale, cap = scoring.scale or head_dim**-0.5, scoring.softcap
     shape, score_shape = (batch * kv_heads, -1, head_dim), (batch, kv_heads, heads // kv_heads, queries, -1)
-    q, grad = (x.view(shape) for x in gather_heads(token_BQ, q_TNH, grad_TNH))  # [B * K, G * Q, H]
-    k, v = (x.view(shape) for x in gather_heads(row_BL, k_TKH, v_TKH))  # [B * K, L, H]
+    q, grad = (_gather_heads(token_BQ, x).view(shape) for x in (q_TNH, grad_TNH))  # [B * K, G * Q, H]
+    k, v = (_gather_heads(row_BL, x).view(shape) for x in (k_TKH, v_TKH))  # [B * K, L, H]
     scores = soft_cap(torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(score_shape), cap)
     slope = (1.0 - (scores / cap) ** 2).view(*q.shape[:2], -1) if cap else None
     p, p_sink = _softmax_with_sinks(scores.add_(bias_BQL[:, None, None]), scoring.sinks_N)
@@ -377,18 +375,6 @@ def _softmax_with_sinks(scores: Tensor, sinks_N: Tensor | None) -> tuple[Tensor,
     return p[..., :-1].contiguous(), p[..., -1]
 
 
-def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Each segment's rows of each tensor [T, N, H], grouped by head: [B, N, I, H]. All tensors have one dtype."""
-    if uses_native(tensors[0]):
-        return native.gather_heads(rows_BI, *tensors)
-    return [x[rows_BI.flatten()].view(*rows_BI.shape, *x.shape[1:]).transpose(1, 2).contiguous() for x in tensors]
-
-
-def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
-    """For each total [T, N, H] and its values [B, N, I, H]: `total[rows[b, i], n] += values[b, n, i]` in place, in the
-    order of (b, i)."""
-    if uses_native(sums[0][0]):
-        native.accumulate_heads(rows_BI, *sums)
-        return
-    for total_TNH, values_BNIH in sums:
-        accumulate_rows(total_TNH, rows_BI.flatten(), values_BNIH.transpose(1, 2).flatten(0, 1))
+def _gather_heads(rows_BI: Tensor, x_TNH: Tensor) -> Tensor:
+    """Each segment's rows, grouped by head: [B, N, I, H]."""
+    return x_TNH[rows_BI].transpose(1, 2).contiguous()

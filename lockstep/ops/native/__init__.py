@@ -139,29 +139,6 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
     return grad_weight
 
 
-def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
-    (segments, length), (rows,) = rows_BI.shape, _addresses(LONG, rows_BI)
-    gathered = []
-    for x_TNH in _head_rows(*tensors):
-        tokens, heads, head_dim = x_TNH.shape
-        out = x_TNH.new_empty(segments, heads, length, head_dim)
-        sizes, at = (x_TNH.stride(0), heads, length, head_dim, tokens), (out.data_ptr(), x_TNH.data_ptr(), rows)
-        if not _run_job("gather_heads", ELEMENT * out.numel(), 0.0, segments * heads, *sizes, *at):
-            raise IndexError(f"gather_heads: a row lies outside {tokens}")
-        gathered.append(out)
-    return gathered
-
-
-def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
-    (segments, length), at = rows_BI.shape, _addresses(LONG, rows_BI)
-    for total_TNH, values_BNIH in sums:
-        tokens, heads, head_dim = total_TNH.shape
-        assert values_BNIH.shape == (segments, heads, length, head_dim)
-        sizes, tensors = (heads, segments, length, head_dim, tokens), _addresses(total_TNH, values_BNIH)
-        if not _run_job("accumulate_heads", ELEMENT * values_BNIH.numel(), 0.0, *sizes, *tensors, *at):
-            raise IndexError(f"accumulate_heads: a row lies outside {tokens}")
-
-
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     positions_T, tokens, half = positions_T.contiguous(), positions_T.shape[0], inv_freq.shape[0]
     out = inv_freq.new_empty(tokens, 2 * half)

@@ -69,32 +69,3 @@ void rotate_back(RowJob *j) {
             }
         }
 }
-
-/* out[b, h, i] = x[row[b, i], h], [segments * heads, length, dim]; a row of the job is a head of a segment, and x has a
- * row stride. */
-void gather_heads(RowJob *j) {
-    int64_t stride = j->size[0], heads = j->size[1], length = j->size[2], dim = j->size[3], x_rows = j->size[4];
-    EACH_ROW(j) {
-        const int64_t *from = (const int64_t *)j->at[2] + row / heads * length;
-        const float *x = (const float *)j->at[1] + row % heads * dim;
-        float *out = (float *)j->at[0] + row * length * dim;
-        for (int64_t i = 0; i < length; i++, out += dim)
-            if (from[i] < 0 || from[i] >= x_rows) fail(&j->error);
-            else memcpy(out, x + from[i] * stride, sizeof(float) * dim);
-    }
-}
-
-/* total[row[b, i], h] += values[b, h, i], in the order of (b, i); a row of the job is a head. */
-void accumulate_heads(RowJob *j) {
-    int64_t segments = j->size[0], heads = j->rows, length = j->size[1], dim = j->size[2], total_rows = j->size[3];
-    for (int64_t h; (h = claim(&j->next)) < heads;)
-        for (int64_t b = 0; b < segments; b++) {
-            const float *values = (const float *)j->at[1] + (b * heads + h) * length * dim;
-            const int64_t *to = (const int64_t *)j->at[2] + b * length;
-            for (int64_t i = 0; i < length; i++, values += dim) {
-                if (to[i] < 0 || to[i] >= total_rows) { fail(&j->error); return; }
-                float *restrict total = (float *)j->at[0] + (to[i] * heads + h) * dim;
-                for (int64_t k = 0; k < dim; k++) total[k] += values[k];
-            }
-        }
-}

@@ -44,8 +44,6 @@ JOBS: dict[str, Job] = {
     "norm_products": _row_job(3, 6),
     "norm_gradient": _row_job(4, 6),
     "rotate_back": _row_job(3, 3),
-    "gather_heads": _row_job(5, 3),
-    "accumulate_heads": _row_job(4, 3),
 }
 ARGUMENTS: dict[str, list[type]] = {
     **{name: [c_void_p] for name in JOBS},
