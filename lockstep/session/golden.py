@@ -67,7 +67,7 @@ def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tu
 
 
 def _cpu_results(dtype: torch.dtype, config: ModelConfig) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    kinds = {"gradients": _ODD_DECODER} | family_of(config).golden(config, _ODD_DECODER)
+    kinds = {"gradients": _ODD_DECODER} | family_of(config).golden_decoders(config, _ODD_DECODER)
     yield "head", _head_gradients(dtype)
     for name, decoder in kinds.items():
         model = _fixed_decoder(decoder, dtype)

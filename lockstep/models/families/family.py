@@ -106,6 +106,7 @@ class Family:
         multimodal_types: the `model_type` of multimodal models whose text model is of this family.
         golden: small decoders whose gradients fingerprint a machine's arithmetic for this configuration, by the names
             stored in run folders; from the configuration and the dense decoder of odd sizes that is always included.
+            None: the first architecture's layers, with sizes that are no multiple of a SIMD vector.
         architectures: random models, by the names that users give.
     """
 
@@ -126,8 +127,15 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignores_tensor: Callable[[str, ModelConfig], bool] = lambda name, config: False
     multimodal_types: tuple[str, ...] = ()
-    golden: Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]] = no_fields
+    golden: Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]] | None = None
     architectures: Mapping[str, ModelConfig] = field(default_factory=dict)
+
+    def golden_decoders(self, config: ModelConfig, odd: ModelConfig) -> dict[str, ModelConfig]:
+        """The decoders that `golden` describes."""
+        if self.golden is not None:
+            return self.golden(config, odd)
+        layers = [replace(one.first_layers(2), vocab_size=509, hidden_size=131) for one in self.architectures.values()]
+        return {"layers": layers[0]} if layers else {}
 
     def supports(self, name: str, value: Any) -> bool:
         """Whether the family supports this value of a field that only some families read."""
@@ -283,12 +291,6 @@ def write_rope_by_layer_type(config: ModelConfig) -> dict[str, Any]:
     full = {"rope_theta": config.rope_theta, **scaling_to_hf(config.rope_scaling)}
     sliding = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
     return write_alternating_windows(config) | {"rope_parameters": {FULL: full, SLIDING: sliding}}
-
-
-def golden_tiny(tiny: ModelConfig) -> Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]]:
-    """For `Family.golden`: the family's tiny model, with sizes that are no multiple of a SIMD vector."""
-    odd_tiny = replace(tiny.first_layers(2), vocab_size=509, hidden_size=131)
-    return lambda config, odd: {"layers": odd_tiny}
 
 
 def read_uniform_window(raw: Raw) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from .family import (
     Family,
     Raw,
     all_but_every,
-    golden_tiny,
     read_alternating_windows,
     read_rope_by_layer_type,
     require_truncated_yarn,
@@ -124,7 +123,6 @@ FAMILY = Family(
         "sliding_window_pattern": 6,
     },
     multimodal_types=("gemma3",),
-    golden=golden_tiny(_TINY),
     architectures={
         "tiny-gemma3": _TINY,
         "gemma3-1b": _size(26, 1152, 6912, 4, 1, 512),

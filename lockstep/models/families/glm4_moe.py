@@ -16,7 +16,6 @@ from .family import (
     PARTIAL_ROTARY,
     Family,
     Raw,
-    golden_tiny,
     read_partial_rope,
     read_rotary_dim,
     refuse_windows,
@@ -71,6 +70,5 @@ FAMILY = Family(
     check=refuse_windows,
     ignores_tensor=is_multi_token_prediction,
     defaults={"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    golden=golden_tiny(_TINY),
     architectures={"tiny-glm4-moe": _TINY, "glm4.5-air": _air(46), "glm4.5-air-4-layers": _air(4)},
 )

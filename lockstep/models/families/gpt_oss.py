@@ -20,7 +20,6 @@ from .family import (
     Family,
     Raw,
     all_but_every,
-    golden_tiny,
     read_alternating_windows,
     write_alternating_windows,
 )
@@ -143,7 +142,6 @@ FAMILY = Family(
         "sliding_window": 128,
         "head_dim": 64,
     },
-    golden=golden_tiny(_TINY),
     architectures={
         "tiny-gpt-oss": _TINY,
         "gpt-oss-20b": _size(24, 32),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from . import qwen3
-from .family import Family, golden_tiny, read_uniform_window, require_uniform_windows, write_uniform_window
+from .family import Family, read_uniform_window, require_uniform_windows, write_uniform_window
 
 _TINY = replace(qwen3.TINY, family="mistral", tie_word_embeddings=False, sliding_window=64, sliding_layers=(0, 1, 2, 3))
 
@@ -26,6 +26,5 @@ FAMILY = Family(
     check=require_uniform_windows,
     defaults={"sliding_window": 4096},
     multimodal_types=("mistral3",),
-    golden=golden_tiny(_TINY),
     architectures={"tiny-mistral": _TINY, "mistral-7b": _size(32), "mistral-7b-8-layers": _size(8)},
 )

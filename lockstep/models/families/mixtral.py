@@ -9,7 +9,7 @@ from typing import Any
 from ..blocks.weight_slices import LayerSlice, slices_of_layer
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
-from .family import Family, Raw, golden_tiny, read_uniform_window, require_uniform_windows, write_uniform_window
+from .family import Family, Raw, read_uniform_window, require_uniform_windows, write_uniform_window
 
 
 def _read(raw: Raw) -> dict[str, Any]:
@@ -55,7 +55,6 @@ FAMILY = Family(
     sizes=("num_local_experts", "num_experts_per_tok"),
     check=require_uniform_windows,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    golden=golden_tiny(_TINY),
     architectures={
         "tiny-mixtral": _TINY,
         "mixtral-8x7b": ModelConfig(

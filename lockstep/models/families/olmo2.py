@@ -16,7 +16,7 @@ from ..blocks.weight_slices import LayerSlice, attention_slices, feed_forward_sl
 from ..blocks.weights import WeightFactory
 from ..config import ModelConfig
 from . import qwen3
-from .family import SILU_WITHOUT_BIAS, Family, golden_tiny, refuse_windows
+from .family import SILU_WITHOUT_BIAS, Family, refuse_windows
 
 
 class SpanningNormLayer(Layer):
@@ -84,7 +84,6 @@ FAMILY = Family(
     fixed=SILU_WITHOUT_BIAS,
     check=refuse_windows,
     defaults={"rms_norm_eps": 1e-5},
-    golden=golden_tiny(_TINY),
     architectures={
         "tiny-olmo2": _TINY,
         "olmo2-1b": ModelConfig(100352, 2048, 8192, 16, 16, 16, 128, 4096, 1e-6, 500000.0, False, family="olmo2"),

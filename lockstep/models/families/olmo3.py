@@ -14,7 +14,6 @@ from .family import (
     SLIDING,
     Family,
     all_but_every,
-    golden_tiny,
     read_alternating_windows,
     read_rope_by_layer_type,
     require_truncated_yarn,
@@ -41,7 +40,6 @@ FAMILY = Family(
     layer_kinds=(FULL, SLIDING),
     check=require_truncated_yarn,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},
-    golden=golden_tiny(_TINY),
     architectures={
         "tiny-olmo3": _TINY,
         "olmo3-7b": ModelConfig(

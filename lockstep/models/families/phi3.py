@@ -18,7 +18,6 @@ from .family import (
     SILU_WITHOUT_BIAS,
     Family,
     Raw,
-    golden_tiny,
     read_partial_rope,
     read_rotary_dim,
     read_uniform_window,
@@ -121,7 +120,6 @@ FAMILY = Family(
     extra_fields=(PARTIAL_ROTARY,),
     check=_check,
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    golden=golden_tiny(_TINY),
     architectures={
         "tiny-phi3": _TINY,
         "phi3-mini": ModelConfig(

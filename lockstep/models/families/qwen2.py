@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from . import qwen3
-from .family import DEFAULT_WINDOW, FULL, SLIDING, Family, golden_tiny, read_windows_by_layer, write_windows_by_layer
+from .family import DEFAULT_WINDOW, FULL, SLIDING, Family, read_windows_by_layer, write_windows_by_layer
 
 _TINY = replace(qwen3.TINY, family="qwen2", biases=("qkv",))
 
@@ -25,7 +25,6 @@ FAMILY = Family(
     write=write_windows_by_layer,
     layer_kinds=(FULL, SLIDING),
     defaults=DEFAULT_WINDOW,
-    golden=golden_tiny(_TINY),
     architectures={
         "tiny-qwen2": _TINY,
         "qwen2.5-0.5b": _size(24, 896, 4864, 14, 2),

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from . import qwen3
-from .family import Family, Raw, golden_tiny, refuse_windows
+from .family import Family, Raw, refuse_windows
 
 _BIASES = {"qkv": "attention_bias", "o": "attention_out_bias"}
 
@@ -31,7 +31,6 @@ FAMILY = Family(
     extra_fields=tuple(_BIASES.values()),
     check=refuse_windows,
     defaults={"head_dim": 128, "attention_bias": True},
-    golden=golden_tiny(_TINY),
     architectures={
         "tiny-seed-oss": _TINY,
         "seed-oss-36b": ModelConfig(

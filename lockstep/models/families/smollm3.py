@@ -13,7 +13,6 @@ from .family import (
     Family,
     Raw,
     all_but_every,
-    golden_tiny,
     layer_types,
     read_windows_by_layer,
     write_optional_window,
@@ -59,7 +58,6 @@ FAMILY = Family(
     sizes=("no_rope_layer_interval",),
     layer_kinds=(FULL, SLIDING),
     defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},
-    golden=golden_tiny(_TINY),
     architectures={
         "tiny-smollm3": _TINY,
         "smollm3-3b": ModelConfig(
