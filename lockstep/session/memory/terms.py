@@ -9,6 +9,7 @@ projection, A query heads, K key/value heads, H head dim, F feed-forward, V voca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -233,12 +234,15 @@ def activations(w: Workload, recomputed: Recomputed = NOTHING) -> int:
     embedded tokens, the rotary table, and for C rows the head's input and results."""
     c, tokens = w.model, w.shape.tokens
     rope = c.mla.rope_dim if c.mla is not None else c.head_dim
-    layers = 0
-    for layer in range(c.num_layers):
-        whole = layer < recomputed.layers
-        layers += layer_activations(w, layer, whole)
+
+    def kept(layer: int, whole: bool) -> int:
+        less = 0
         if recomputed.elementwise:  # in layers that are recomputed whole, the norm's output before experts
-            layers -= c.hidden_size * w.b * c.is_moe(layer) if whole else layer_elementwise(w, layer)
+            less = c.hidden_size * w.b * c.is_moe(layer) if whole else layer_elementwise(w, layer)
+        return layer_activations(w, layer, whole) - less
+
+    parts = (w.layer_kinds[: recomputed.layers], True), (w.layer_kinds[recomputed.layers :], False)
+    layers = sum(count * kept(kind, whole) for part, whole in parts for kind, count in Counter(part).items())
     scored = w.shape.completion_tokens * (c.hidden_size * w.b + 40)
     return tokens * (layers + c.hidden_size * w.b + 4 * rope) + scored
 

@@ -133,15 +133,20 @@ class Workload:
         """The trained model, without memory, with the value head of a critic."""
         return _decoder(self.model, self.dtype, make_algorithm(self.config.loss).has_critic)
 
-    @cached_property
+    @property
     def layer_parameters(self) -> Sequence[Mapping[str, int]]:
         """For each layer, the sizes of its own parameters (not those of its modules), by name."""
-        return [{name: p.numel() for name, p in layer.named_parameters(recurse=False)} for layer in self.decoder.layers]
+        return _layer_parameters(self.decoder)
 
-    @cached_property
+    @property
+    def layer_kinds(self) -> Sequence[int]:
+        """For each layer, the first layer of its class with parameters of the same sizes, whose terms are the same."""
+        return _layer_kinds(self.decoder)
+
+    @property
     def largest_parameter(self) -> int:
         """The number of elements of the largest parameter."""
-        return max(parameter.numel() for parameter in self.decoder.parameters())
+        return _largest_parameter(self.decoder)
 
     @property
     def trainer_mesh(self) -> Mesh:
@@ -186,3 +191,20 @@ def _decoder(config: ModelConfig, dtype: torch.dtype, has_critic: bool = False) 
     if has_critic:
         decoder.add_value_head()
     return decoder
+
+
+@cache
+def _layer_parameters(decoder: Decoder) -> Sequence[Mapping[str, int]]:
+    return [{name: p.numel() for name, p in layer.named_parameters(recurse=False)} for layer in decoder.layers]
+
+
+@cache
+def _layer_kinds(decoder: Decoder) -> Sequence[int]:
+    first: dict[Any, int] = {}
+    kinds = [(type(layer), *((name, p.shape) for name, p in layer.named_parameters())) for layer in decoder.layers]
+    return [first.setdefault(kind, index) for index, kind in enumerate(kinds)]
+
+
+@cache
+def _largest_parameter(decoder: Decoder) -> int:
+    return max(parameter.numel() for parameter in decoder.parameters())
