@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.distributed import World
-from lockstep.generator import Engine
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, FolderWeights, ModelConfig, load_part
 from lockstep.models.blocks.rope import RopeScaling, YarnScaling
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import ARCHITECTURES, initialize
+from lockstep.session.attention import round_page_size
 from lockstep.trainer import AdamW, StepResult, Trainer, pack
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
@@ -160,6 +162,35 @@ def compare(
     for batch in pack(groups, max_tokens=max_tokens, check_parity=True, share_prefix=share_prefix):
         trainer.check(batch)
     return trainer.finish_check()
+
+
+def shared_engine(model: Decoder, runtime: Runtime = EAGER, version: Callable[[], int] = lambda: 0) -> Engine:
+    """Over the weights themselves, with the attention that the model needs."""
+    kind = "native" if model.masks is None else "flex"
+    weights, settings = SharedWeights(model, version), round_page_size(GeneratorConfig(), kind)
+    return Engine(weights, settings, 16384, runtime=runtime)
+
+
+def rounds(
+    model: Decoder, capture: str, steps: int = 3, optimizer: OptimizerConfig | None = None
+) -> tuple[list, list[int]]:
+    """Updates on what was just sampled: everything that was generated, and how many tokens differed in each."""
+    runtime = Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
+    trainer = Trainer(model, optimizer or OptimizerConfig(), LossConfig(), runtime=runtime)
+    engine = shared_engine(model, runtime, lambda: trainer.weights_version)
+    prompts, sampling = requests(4, length=12)
+    prompts = [[token % model.config.vocab_size for token in prompt] for prompt in prompts]
+    made, different = [], []
+    for _ in range(steps):
+        completions = generate(engine, prompts, sampling)
+        for batch in pack(train_groups(prompts, sampling, completions), max_tokens=4096, check_parity=True):
+            trainer.forward_backward(batch)
+        result = trainer.optim_step(1e-2)
+        assert result.tokens_checked and (result.applied or result.tokens_different)
+        made.append(words(completions))
+        different.append(result.tokens_different)
+    assert made[0] != made[-1]
+    return made, different
 
 
 def assert_no_schedule_changes_a_bit(
