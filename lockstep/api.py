@@ -179,7 +179,7 @@ def evaluate(
         return run(
             config,
             n=n,
-            k=(k,) if isinstance(k, int) else tuple(k),
+            k=tuple(k) if isinstance(k, Iterable) else (k,),
             temperature=temperature,
             pass_reward=pass_reward,
             pass_threshold=pass_threshold,

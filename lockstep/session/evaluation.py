@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, SupportsIndex
 
-from ..config import RunConfig, template_variables, validate, without_trainer_settings, yaml_file
+from ..config import RunConfig, check_range, template_variables, validate, without_trainer_settings, yaml_file
 from ..distributed import World
 from ..environments import Collector, Environment, Failures, Limits, PromptLimit, Task, make_environment, make_task
 from ..environments.environment import SingleTurn, environment_metrics
@@ -131,13 +131,16 @@ def run_evaluation(
 
 
 def _require_ks(settings: EvaluationSettings) -> list[int]:
-    """The values of k, ascending; by default the powers of two up to n. `InputError` for numbers out of range."""
+    """The values of k, ascending; by default the powers of two up to n. `InputError` for what is no number in range."""
     n, threshold = settings.n, settings.pass_threshold
-    refuse(n < 1, f"n is {n}; it must be at least 1")
+    check_range("n", n, 1, math.inf, whole=True)
+    listed = ", ".join(map(str, settings.k))
+    refuse(not all(isinstance(k, SupportsIndex) for k in settings.k), f"k is {listed}; each must be a whole number")
     ks = sorted(set(settings.k)) or [2**i for i in range(n.bit_length())]
     listed = ", ".join(map(str, ks))
     refuse(not 1 <= ks[0] <= ks[-1] <= n, f"k is {listed}; each must be between 1 and n, which is {n}")
-    refuse(not math.isfinite(threshold), f"pass_threshold is {threshold}; it must be a finite number")
+    is_finite = isinstance(threshold, (int, float)) and math.isfinite(threshold)
+    refuse(not is_finite, f"pass_threshold is {threshold!r}; it must be a finite number")
     return ks
 
 

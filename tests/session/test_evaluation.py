@@ -185,7 +185,11 @@ def test_the_deciding_reward_and_problems_it_does_not_apply_to(config: RunConfig
     [
         ({"n": 0}, "^n is 0; it must be at least 1"),
         ({"n": 4, "k": (1, 8)}, "^k is 1, 8; each must be between 1 and n, which is 4"),
+        ({"n": 2.0}, "^n is 2.0, a float; it must be a whole number"),
+        ({"n": 4, "k": [1.5, "2"]}, "^k is 1.5, 2; each must be a whole number"),
+        ({"n": 4, "k": 2.0}, "^k is 2.0; each must be a whole number"),
         ({"pass_threshold": float("nan")}, "^pass_threshold is nan; it must be a finite number"),
+        ({"pass_threshold": "1"}, "^pass_threshold is '1'; it must be a finite number"),
         ({"n": 2, "temperature": 0.0}, "^temperature is 0, which gives 2 equal completions; raise it, or leave n at 1"),
         ({"pass_reward": "correct"}, "^pass_reward correct: the task's reward functions are spread, never, sometimes"),
     ],
