@@ -62,8 +62,8 @@ def _complete_metrics(
     zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
     tokens = sum(len(s.token_ids) for r in rollouts for s in r.segments)
     return {
+        **environment_metrics(run.environment, rollouts),  # before others, of which they replace none
         **reward_metrics(groups),
-        **environment_metrics(run.environment, rollouts),
         **(_metrics_by_environment(run.environment, rollouts, environments) if environments else {}),
         "frac_reward_zero_std": mean(map(float, zero_std)),
         **{name: getattr(result, name) for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio")},
@@ -89,7 +89,7 @@ def _metrics_by_environment(
         prefix = f"environment/{name}"
         metrics |= {f"{prefix}/trajectories": len(own), f"{prefix}/reward/mean": mean(r.reward for r in own)}
         for key, value in environment_metrics(kind, own).items():
-            metrics[f"{prefix}/{key.removeprefix('environment/')}"] = value
+            metrics.setdefault(f"{prefix}/{key.removeprefix('environment/')}", value)
     return metrics
 
 

@@ -124,7 +124,8 @@ def run_evaluation(
     decides = names[0] if settings.pass_reward is None else settings.pass_reward
     refuse(decides not in names, f"pass_reward {decides}: the rewards are {', '.join(names)}")
     result = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
-    result |= _summarize(groups, ks, decides, settings.pass_threshold, names) | metrics
+    result |= _summarize(groups, ks, decides, settings.pass_threshold, names)
+    result |= {name: value for name, value in metrics.items() if name not in result}
     counts["groups_without_reward"] = len(problems) - len(groups)  # with those whose environment failed
     told = ("environment/errors", "groups_without_reward", *(f"{_REWARD_ERRORS}{reward}" for reward in names))
     return result | {name: counts[name] for name in told if counts.get(name)}

@@ -17,7 +17,9 @@ from lockstep import evaluate
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError, LockstepError
+from lockstep.rl.loop import Loop
 from lockstep.run.closing_lines import next_command
+from lockstep.session.build import build
 from lockstep.session.evaluation import normal_interval, pass_at_k, render, wilson_interval
 
 
@@ -94,6 +96,20 @@ def test_an_environment_is_played(config: RunConfig, tmp_path: Path) -> None:
     assert result["reward/mean"] > result["rewards/own/mean"] and "environment/given_tokens" in render(result)
     with pytest.raises(InputError, match="^pass_reward other: the rewards are spread, never, sometimes, own"):
         evaluate(replace(config, task=task), pass_reward="other")
+
+
+def test_metrics_of_an_environment_replace_nothing_that_was_measured(config: RunConfig, tmp_path: Path) -> None:
+    source = (
+        "class Names(Environment):\n    def step(self, turn):\n        return End(1.0)\n\n"
+        "    @classmethod\n    def metrics(cls, trajectories):\n"
+        "        return {'n': 0.5, 'reward/mean': 0.5, 'grad_norm': -1.0, 'mine': 0.5}\n"
+    )
+    task = replace(with_environment(config, tmp_path, source), validation_prompts=2)
+    result = evaluate(replace(config, task=task))
+    assert (result["n"], result["reward/mean"], result["mine"]) == (1, 1.0, 0.5)
+    run = build(replace(config, task=task))
+    metrics, _ = Loop(run.config, run).step(0)
+    assert (metrics["reward/mean"], metrics["mine"]) == (1.0, 0.5) and metrics["grad_norm"] >= 0
 
 
 def test_a_sample_whose_environment_failed_is_left_out(config: RunConfig, tmp_path: Path) -> None:
