@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from values import int32
 
 from lockstep import ops
 
@@ -16,10 +17,6 @@ DEVICE = "cuda"
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 PEAK_TFLOPS = 790  # measured bfloat16 matrix products of one H200, whose arithmetic is an H100's
 READ_GBPS = 4400 if torch.cuda.is_available() and "H200" in torch.cuda.get_device_name() else 3000  # measured
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def qkv_rows(

@@ -38,6 +38,11 @@ def ranks_share_gpu(config: pytest.Config) -> bool:
     return config.getoption("--ranks-share-gpu", False)  # of a run of all tests nobody may ask for it
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def launch(request: pytest.FixtureRequest) -> Launch:
     return Launch(ranks_share_gpu(request.config))

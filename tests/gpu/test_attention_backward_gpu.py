@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from attention_cases import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PEAK_TFLOPS, capture, captured_milliseconds, milliseconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from values import relative_error
 
 from lockstep import ops
 from lockstep.ops.attention import reference
@@ -64,11 +65,6 @@ PACKINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def inputs(
     packing: Packing,
     heads: int = HEADS,
@@ -112,10 +108,6 @@ def dense(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> li
         for total, x in zip(totals, torch.autograd.grad(loss, leaves), strict=True):
             total += x
     return totals
-
-
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    return float((x.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("name", PACKINGS)

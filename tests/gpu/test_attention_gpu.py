@@ -22,21 +22,13 @@ from attention_cases import (
 )
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from values import relative_error
 
 from lockstep import ops
 from lockstep.ops.attention import triton_decode
 from lockstep.ops.attention.operator import KEY_SPLIT
 
 EDGES = [0, 1, 62, 63, 64, 65, 127, 128, 200, 256, 1000, 2047, 4094, 4095, 4096, 4097, 4160, 8191, 8192, 8193, 8999]
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def relative_error(out: Tensor, exact: Tensor) -> float:
-    return float((out.double() - exact).norm() / exact.norm())
 
 
 def test_packed_attention_is_invariant_to_neighbours(census):

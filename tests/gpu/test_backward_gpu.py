@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from values import relative_error
 
 from lockstep import ops
 from lockstep.ops.embedding.operator import accumulate_rows
@@ -91,10 +92,6 @@ def gradients(function: Callable[..., Tensor], leaves: list[Tensor], grad: Tenso
     """By autograd of `function`, everything in `dtype`."""
     leaves = [x.to(dtype).detach().requires_grad_() for x in leaves]
     return list(torch.autograd.grad(function(*leaves), leaves, grad.to(dtype)))
-
-
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    return float((x.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from values import wide
 
 from lockstep import ops
 from lockstep.ops.attention import triton_decode
@@ -50,15 +51,6 @@ TMA_TILES = (
 )
 SHARED_BYTES = 227 * 1024  # that a program may have
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def wide(*shape: int) -> Tensor:
-    return (torch.randn(*shape, device=DEVICE) * torch.exp(2 * torch.randn(*shape, device=DEVICE))).bfloat16()
 
 
 def separate(x: Tensor, norm: Tensor, weight: Tensor, gated: bool) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from attention_cases import DEVICE, PEAK_TFLOPS, READ_GBPS, captured_milliseconds
 from latent_cases import Case, exact, exact_gradients
 from torch import Tensor
+from values import relative_error
 
 from lockstep import ops
 from lockstep.ops.attention.operator import KEY_SPLIT
@@ -18,21 +19,12 @@ EDGES = [0, 1, 63, 64, 65, 1000, 4094, 4095, 4096, 4097, 8191, 8192, 8193, 8999]
 chain_of = pytest.importorskip("lockstep.ops.linear.triton", exc_type=ImportError).chain
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def make(lengths: list[int], heads: int = HEADS, **more) -> Case:
     return Case(lengths, heads, RANK, ROPE_DIM, dtype=torch.bfloat16, device=DEVICE, **more)
 
 
 def packed(case: Case) -> Tensor:
     return ops.mla_packed(case.latents, case.layout)
-
-
-def relative_error(out: Tensor, exact: Tensor) -> float:
-    return float((out.double() - exact.double()).norm() / exact.double().norm())
 
 
 @pytest.mark.parametrize("heads", [HEADS, 16, 3])

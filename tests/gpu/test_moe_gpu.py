@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import DEVICE, PEAK_TFLOPS, READ_GBPS, captured_milliseconds
 from torch import Tensor
+from values import relative_error, wide
 
 from lockstep import ops
 
@@ -16,20 +17,6 @@ SOFTMAX = ops.RouteSettings(SLOTS, False, 1, 1, True, 1.0)
 DEEPSEEK = ops.RouteSettings(SLOTS, True, 8, 4, True, 2.5)
 
 chain_of = pytest.importorskip("lockstep.ops.linear.triton", exc_type=ImportError).chain
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def wide(*shape: int) -> Tensor:
-    x = torch.randn(*shape, device=DEVICE)
-    return (x * torch.exp(2 * torch.randn_like(x))).bfloat16()
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
 @pytest.mark.parametrize("settings", [SOFTMAX, DEEPSEEK], ids=["softmax", "sigmoid, groups, bias"])

@@ -6,6 +6,7 @@ Shapes are Qwen2.5-7B's, Gemma 3's and gpt-oss's; inputs have wide exponents, so
 import pytest
 import torch
 from torch import Tensor
+from values import wide
 
 from lockstep import ops
 from lockstep.ops.linear import cublas
@@ -24,15 +25,6 @@ TILES = (
     Choice("tma", 64, 32, 128, 4, 6),
     Choice("tma", 128, 128, 64, 8, 4),
 )
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def wide(*shape: int) -> Tensor:
-    return (torch.randn(*shape, device=DEVICE) * torch.exp(2 * torch.randn(*shape, device=DEVICE))).bfloat16()
 
 
 @pytest.mark.parametrize(("n", "k"), [(4608, 3584), (5120, 2880), (1024, 3072), (2880, 4096)])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import cache_of, qkv_rows
 from torch import Tensor
+from values import int32, relative_error, wide
 
 from lockstep import ops
 from lockstep.ops.linear import cublas
@@ -26,25 +27,8 @@ HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 BATCHES = (1, 2, 3, 7, 8, 16, 17, 63, 64, 65, 127, 1025)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE).bfloat16()
-
-
-def wide(*shape: int) -> Tensor:
-    return (torch.randn(*shape, device=DEVICE) * torch.exp(2 * torch.randn(*shape, device=DEVICE))).bfloat16()
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def relative_error(out: Tensor, exact: Tensor) -> float:
-    return float((out.double() - exact).norm() / exact.norm())
 
 
 # Matrix products

@@ -15,11 +15,6 @@ DEVICE = torch.device("cuda")
 CHOSEN = ["window of 1", "window of 20", "window of a tile", "window of 65", "window beyond the context", "all"]
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def scores_of(name: str, heads: int) -> AttentionScores:
     scores = SCORES[name]
     return (
