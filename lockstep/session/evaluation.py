@@ -62,6 +62,8 @@ def run_evaluation(
     """`lockstep.evaluate`; problems are played within `serving`, to which environments elsewhere may connect."""
     config = validate(yaml_file.check_types(config))
     n, ks = settings.n, _require_ks(settings)
+    is_file = progress is None or hasattr(progress, "write")
+    refuse(not is_file, f"progress is {progress!r}; give a file to write to, such as sys.stderr")
     task, environment = _load_task(config, settings)
     temperature = settings.temperature
     if temperature is None:

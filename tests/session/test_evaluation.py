@@ -206,6 +206,7 @@ def test_the_deciding_reward_and_problems_it_does_not_apply_to(config: RunConfig
         ({"n": 4, "k": 2.0}, "^k is 2.0; each must be a whole number"),
         ({"pass_threshold": float("nan")}, "^pass_threshold is nan; it must be a finite number"),
         ({"pass_threshold": "1"}, "^pass_threshold is '1'; it must be a finite number"),
+        ({"progress": True}, "^progress is True; give a file to write to, such as sys.stderr"),
         ({"n": 2, "temperature": 0.0}, "^temperature is 0, which gives 2 equal completions; raise it, or leave n at 1"),
         ({"pass_reward": "correct"}, "^pass_reward correct: the task's reward functions are spread, never, sometimes"),
     ],
