@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -204,12 +204,12 @@ class LLM(Session):
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         seed: int | None = None,
-        tools: Sequence[Tool | Callable[..., Any]] = (),
+        tools: Callable[..., Any] | Sequence[Tool | Callable[..., Any]] = (),
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[list[Trajectory]]:
         """As `generate`, for one conversation or several in the format of OpenAI's API. The chat template is given
-        `tools` (schemas, or functions with type hints and a docstring) and `chat_template_kwargs` in addition to those
-        of the constructor. `message` turns a completion into an answer with its tool calls."""
+        `tools` (schemas, functions with type hints and a docstring, or one function) and `chat_template_kwargs` in
+        addition to those of the constructor. `message` turns a completion into an answer with its tool calls."""
         conversations: dict[str, Any] = {"messages": messages}
         if isinstance(messages, (list, tuple)) and messages and not isinstance(messages[0], Mapping):
             conversations = {f"messages[{i}]": conversation for i, conversation in enumerate(messages)}
@@ -223,7 +223,9 @@ class LLM(Session):
         ]
         return self.generate(prompts, sampling, seed=seed)
 
-    def message(self, completion: Trajectory, tools: Sequence[Tool | Callable[..., Any]] = ()) -> Message:
+    def message(
+        self, completion: Trajectory, tools: Callable[..., Any] | Sequence[Tool | Callable[..., Any]] = ()
+    ) -> Message:
         """The completion as a chat message, with `tool_calls` if it calls any of these tools."""
         return self.policy.tokens_with(_tool_schemas(tools)).parse_turn(completion.turns[-1]).message
 
@@ -349,8 +351,9 @@ class LLM(Session):
             raise InputError(f"prompt {index + 1}: {error}") from error
 
 
-def _tool_schemas(tools: Sequence[Tool | Callable[..., Any]]) -> list[Tool]:
-    return validate_tools([tool_schema(tool, "tools") if callable(tool) else tool for tool in tools])
+def _tool_schemas(tools: Callable[..., Any] | Sequence[Tool | Callable[..., Any]]) -> list[Tool]:
+    listed = tools if isinstance(tools, Iterable) else [tools]
+    return validate_tools([tool_schema(tool, "tools") if callable(tool) else tool for tool in listed])
 
 
 def _power_of_two(number: int) -> int:

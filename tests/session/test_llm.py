@@ -338,12 +338,13 @@ def test_chat_shows_tools_and_reads_calls(llm: LLM) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     talk = [*ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "rain"}]
     one, two = llm.chat([ASKED, talk], SHORT, tools=[weather], seed=4)
-    assert llm.chat(ASKED, SHORT, tools=[weather], seed=4) == [one]
+    assert llm.chat(ASKED, SHORT, tools=[weather], seed=4) == [one] == llm.chat(ASKED, SHORT, tools=weather, seed=4)
     shown = llm.policy.tokenizer.decode(two[0].prompt.token_ids)
     assert shown.count('"description": "The weather."') == 1 and f"<tool_call>{CALLED}</tool_call>" in shown
     segment = one[0].segments[-1]
     said = replace(one[0], segments=[replace(segment, text=f"So <tool_call>{CALLED}</tool_call>")])
     message = llm.message(said, [weather])
+    assert llm.message(said, weather) == message
     assert message["content"] == "So " and message["tool_calls"][0]["function"] == json.loads(CALLED)
     assert "tool_calls" not in llm.message(said)
 
@@ -354,6 +355,7 @@ def test_chat_shows_tools_and_reads_calls(llm: LLM) -> None:
         ("hello", {}, "messages must be a list of at least one message"),
         ([ASKED, [{"role": "user"}]], {}, r"messages\[1\]\[0\].content is missing"),
         (ASKED, {"tools": [{"name": "f"}]}, r"tools\[0\] must be"),
+        (ASKED, {"tools": 3}, r"tools\[0\] must be"),
         (ASKED, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking has no ef"),
         (ASKED, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs sets tools"),
         (ASKED, {"chat_template_kwargs": [1]}, "chat_template_kwargs is of type list; it must be a dict"),
