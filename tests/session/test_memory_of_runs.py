@@ -102,6 +102,21 @@ def test_running_out_is_answered_with_the_plan(
         raise RuntimeError("something else")
 
 
+def test_more_gpus_are_named_with_what_they_can_share(capsys: pytest.CaptureFixture) -> None:
+    """Six shards are for 1, 2, 3 or 6 processes, and a joint capture is for one."""
+    asked = ["plan", "--arch", "qwen3-8b", "--device-memory-gib", "60", "--trainer.prompts-per-step", "96"]
+    shards = ["--world", "2", "--parallel.batch-shards", "6"]
+    assert main([*asked, *shards]) == 2
+    said = capsys.readouterr().err
+    assert "; 4 GPUs (torchrun), " in said and "sharded, with --parallel.batch-shards 4\n" in said
+    assert main([*asked, "--world", "4", "--parallel.batch-shards", "4"]) == 0
+    assert main([*asked, "--world", "4", *shards[2:]]) == 2 and main([*asked, "--world", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "use a multiple of 4" in said and said.endswith("moments and gradients are sharded\n")
+    assert main([*asked, "--world", "1", "--compile.capture", "joint"]) == 2
+    assert "GPUs (torchrun)" not in capsys.readouterr().err
+
+
 def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixture) -> None:
     given = [
         "plan",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
-from ...config import LOGITS, RunConfig
+from ...config import LOGITS, RunConfig, resolve_parallel
+from ...errors import InputError
 from ...models.checks import is_divisible
 from .plan import MemoryPlan, keeps_logits, plan, plans_recompute, recompute_patterns, traces_functions
 from .terms import GIB
@@ -50,9 +52,12 @@ def suggest_remedies(w: Workload, memory: int) -> Iterator[str]:
         yield f"--parallel.generator-tp {ranks}, so many GPUs having a part of the weights each"
     for changed, flags in ((w, []), (smallest, combined)):
         if more := _fewest_ranks(changed, memory):
-            flags = [*flags, f"--parallel.fsdp {more // w.tp}"] if w.config.parallel.fsdp else flags
+            now, then = w.config.parallel, more.config.parallel
+            flags = [*flags, f"--parallel.fsdp {more.groups}"] if now.fsdp else flags
+            if now.batch_shards not in (w.groups, then.batch_shards):
+                flags = [*flags, f"--parallel.batch-shards {then.batch_shards}"]
             also = f", with {' and '.join(flags)}" if flags else ""
-            yield f"{more} GPUs (torchrun), over which masters, moments and gradients are sharded{also}"
+            yield f"{more.ranks} GPUs (torchrun), over which masters, moments and gradients are sharded{also}"
             break
 
 
@@ -103,14 +108,23 @@ def enlarge_generator_groups(w: Workload, memory: int) -> Workload:
     return w
 
 
-def _fewest_ranks(w: Workload, memory: int) -> int | None:
-    """The fewest processes with which it fits, by doubling, among those that evenly divide a step's prompts."""
+def _fewest_ranks(w: Workload, memory: int) -> Workload | None:
+    """The workload on the fewest processes with which it fits, by doubling, among those that may share its steps."""
     ranks = w.ranks
     while (ranks := ranks * 2) <= min(_MAX_RANKS, w.config.trainer.prompts_per_step):
-        if w.config.trainer.prompts_per_step % ranks == 0:
-            shards = max(ranks // w.tp, w.config.parallel.batch_shards)
-            if _fits(replace(w.with_settings("parallel", batch_shards=shards), ranks=ranks), memory):
-                return ranks
+        larger = _on_ranks(w, ranks)
+        if larger is not None and _fits(larger, memory):
+            return larger
+    return None
+
+
+def _on_ranks(w: Workload, ranks: int) -> Workload | None:
+    """The workload on so many processes, with one shard each if these cannot share as many as it has; None if these
+    processes cannot do its steps."""
+    for shards in (w.config.parallel.batch_shards, 0):
+        parallel = replace(w.config.parallel, fsdp=0, batch_shards=shards)
+        with suppress(InputError):
+            return replace(w, config=resolve_parallel(replace(w.config, parallel=parallel), ranks), ranks=ranks)
     return None
 
 
