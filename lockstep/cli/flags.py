@@ -208,7 +208,7 @@ class Plan(_RunFlags):
     world: int = 1
     """GPUs that share the run."""
     device_memory_gib: float = 0.0
-    """Memory of each; 0 is this machine's: its GPU's or, without one, the host's."""
+    """Memory of each; 0 is this machine's: its GPU's or, without one, the host's, which the processes share."""
 
 
 def _section_with_fields(section: type, names: Collection[str]) -> tuple[Any, ...]:

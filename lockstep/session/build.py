@@ -244,7 +244,8 @@ def build(config: RunConfig, world: World = ONE_PROCESS) -> TrainingSession:
 
 def plan_memory(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPlan:
     """The memory plan of a run on `ranks` GPUs with `memory_gib` each, which need not be present; 0 means this
-    machine's memory. Raises `InputError` if the run does not fit, saying what would, or is invalid as configured."""
+    machine's memory, which the processes share if it has no GPU. Raises `InputError` if the run does not fit, saying
+    what would, or is invalid as configured."""
     device = torch.device("cuda") if memory_gib else resolve_device(config.device)
     config = resolve_for_device(config, ranks, device) if memory_gib else resolve(config, ranks)
     refuse(
@@ -252,7 +253,7 @@ def plan_memory(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> Memor
         "parallel.generator_tp is 0, which the processes of a run choose by what they measure; name a number to plan",
     )
     require_divisible(model_config(config), config.parallel.generator_tp, "parallel.generator_tp")
-    memory = int(memory_gib * 2**30) or available_memory(device)
+    memory = int(memory_gib * 2**30) or available_memory(device, local_ranks=ranks)
     w = planned_workload(config, ranks, device, task_reader(config))
     return require_room(fit_generator_groups(w, memory), memory)
 

@@ -117,6 +117,16 @@ def test_more_gpus_are_named_with_what_they_can_share(capsys: pytest.CaptureFixt
     assert "GPUs (torchrun)" not in capsys.readouterr().err
 
 
+def test_processes_of_a_machine_without_a_gpu_are_planned_with_a_share_of_its_memory_each(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    asked = ["plan", "--device", "cpu", "--trainer.prompts-per-step", "8"]
+    memory = [main([*asked, "--world", str(n), "--json"]) or json.loads(capsys.readouterr().out) for n in (1, 4)]
+    assert memory[0]["memory_gib"] == pytest.approx(4 * memory[1]["memory_gib"], abs=0.01)
+    assert main([*asked, "--arch", "qwen3-8b"]) == 2  # and as many more would share it too
+    assert "GPUs (torchrun)" not in capsys.readouterr().err
+
+
 def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixture) -> None:
     given = [
         "plan",

@@ -50,7 +50,7 @@ def suggest_remedies(w: Workload, memory: int) -> Iterator[str]:
     if (larger := enlarge_generator_groups(w, memory)) is not w:
         ranks = larger.config.parallel.generator_tp
         yield f"--parallel.generator-tp {ranks}, so many GPUs having a part of the weights each"
-    for changed, flags in ((w, []), (smallest, combined)):
+    for changed, flags in ((w, []), (smallest, combined)) if w.on_gpu else ():  # processes of a host share its memory
         if more := _fewest_ranks(changed, memory):
             now, then = w.config.parallel, more.config.parallel
             flags = [*flags, f"--parallel.fsdp {more.groups}"] if now.fsdp else flags

@@ -47,13 +47,14 @@ def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig, **
     return Workload(model, config, ranks, dtype, frozen=frozen, on_gpu=on_gpu, **prompts)
 
 
-def available_memory(device: torch.device, world: World = ONE_PROCESS) -> int:
+def available_memory(device: torch.device, world: World = ONE_PROCESS, local_ranks: int = 0) -> int:
     """The bytes that this process may take. Of a GPU: all that others do not use, measured before anything but CUDA and
     NCCL is loaded (what these take beyond their plan counts as others'). Of a host, or of what a container may use of
-    it: an equal share for each process of the machine, or less where the address space is limited."""
+    it: an equal share for each process of the machine (`local_ranks`, by default as many as it has), or less where the
+    address space is limited."""
     if device.type != "cuda":
         whole, group_limit, address_limit = memory_bytes(device), cgroup_memory_limit(), address_space_limit()
-        share = (whole if group_limit is None else min(whole, group_limit)) // local_world_size()
+        share = (whole if group_limit is None else min(whole, group_limit)) // (local_ranks or local_world_size())
         return share if address_limit is None else min(share, address_limit)
     if torch.cuda.memory_allocated(device):
         gc.collect()  # earlier models are in reference cycles with the programs that ran them
