@@ -95,7 +95,8 @@ def train(
         from .session.processes import join_processes
         from .session.signals import raise_on_signals
     explained = _explaining_paths(given_dir, config) if resume and given_dir is not None else contextlib.nullcontext()
-    with explained, join_processes(config) as world, contextlib.ExitStack() as lock:
+    flags = {"resume": resume, "resume_with_other_numerics": resume_with_other_numerics}
+    with explained, join_processes(config, **flags) as world, contextlib.ExitStack() as lock:
         lock.enter_context(raise_on_signals())
         if resume and given_dir is not None:
             from .run.resume import require_unchanged_config

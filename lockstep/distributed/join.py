@@ -72,7 +72,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
             "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )  # host-side
         try:
-            world.require_same("the processes of this run", lambda: {"device": device_type, "parallel": config})
+            layout = {f"parallel.{name}": value for name, value in vars(config).items()}
+            world.require_same("the processes of this run", lambda: {"device": device_type, **layout})
             for axis in world.mesh.collective_axes:
                 _bind(world, axis)
             return join_generator_groups(world, config.generator_tp or 1)

@@ -40,6 +40,7 @@ WHAT_MAY_CHANGE = (
 )
 _FUNCTION_FIELDS = ("attention_mask", "loss.loss_type", "task.environment")  # values such as path.py:name
 _DATA_FIELDS = ("task.data", "task.validation_data", *_FUNCTION_FIELDS)
+_NO_FILE = "no file or folder"
 _MODEL_FIELDS = {"model": "model", "teacher": "loss.teacher"}  # name in `inputs`, and the field that names the folder
 
 
@@ -57,6 +58,16 @@ def describe_data(config: RunConfig) -> dict[str, str]:
     """The data and Python files among a run's `inputs`, in words that are equal for equal bytes."""
     found = _fingerprint_data(_settings(config))
     return {name: _describe_fingerprint(fingerprint) for name, fingerprint in found.items()}
+
+
+def describe_evaluated(config: RunConfig) -> dict[str, Any]:
+    """What is the same in all processes of an evaluation: the settings, and the bytes of data and Python files. Names
+    of data files may differ, as those of rows in memory do."""
+    settings, files = _settings(config), describe_data(config)
+    for name in ("task.data", "task.validation_data"):
+        if files[name] != _NO_FILE:
+            del settings[name]
+    return settings | {f"the file of {name}": what for name, what in files.items()}
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -253,7 +264,7 @@ def _leaves_out_templates(then: Mapping[str, Any] | None) -> bool:
 
 def _describe_fingerprint(fingerprint: Mapping[str, Any] | None) -> str:
     if fingerprint is None:
-        return "no file or folder"
+        return _NO_FILE
     if "revision" in fingerprint:
         return f"the hub's revision {fingerprint['revision']}"
     if "files" in fingerprint:

@@ -54,12 +54,14 @@ class EvaluationContext:
 
 
 Serving = Callable[[EvaluationContext], AbstractContextManager[Any]]
+Describe = Callable[[RunConfig], dict[str, Any]]
 
 
 def run_evaluation(
-    config: RunConfig, settings: EvaluationSettings, serving: Serving, progress: IO[str] | None
+    config: RunConfig, settings: EvaluationSettings, serving: Serving, describe: Describe, progress: IO[str] | None
 ) -> dict[str, Any]:
-    """`lockstep.evaluate`; problems are played within `serving`, to which environments elsewhere may connect."""
+    """`lockstep.evaluate`; problems are played within `serving`, to which environments elsewhere may connect. Several
+    processes must `describe` the configuration alike."""
     config = validate(yaml_file.check_types(config))
     n, ks = settings.n, _require_ks(settings)
     is_file = progress is None or hasattr(progress, "write")
@@ -73,6 +75,7 @@ def run_evaluation(
     )
     with _load_model(config) as llm, llm.join_processes():
         world, trained = llm.world, training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
+        world.require_same("the processes of this evaluation", lambda: describe(config) | settings._asdict())
         sampling = replace(trained, n=n, temperature=temperature)
         check_sampling(sampling)
         limit = _prompt_limit(config, llm.context)

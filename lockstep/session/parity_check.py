@@ -157,7 +157,7 @@ def check_model(
     check_layout(parallel, *PARITY_LAYOUT_FIELDS)
     how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
     config = validate(RunConfig(model=str(model), seed=seed, compile=compile, parallel=parallel, **how))  # type: ignore[arg-type]
-    with join_processes(config) as world:
+    with join_processes(config, tokens=tokens) as world:
         config, world = choose_generator_tp_by_memory(config, world)
         session = Session(world.run_on_all(lambda: resolve(config, world.size, steps=False)), world=world)
         try:

@@ -19,16 +19,16 @@ GENERATING = "a launch of the generator"  # names what is waited for
 
 
 @contextlib.contextmanager
-def join_processes(config: RunConfig) -> Iterator[World]:
-    """Join the other processes, which are given the same configuration; without torchrun, a process alone. They leave
-    together at the end. Raises `InputError` if their number does not fit `config.parallel` or one has a different
-    configuration, model or code, and `PeerLost` if one did not join or is lost."""
+def join_processes(config: RunConfig, **arguments: Any) -> Iterator[World]:
+    """Join the other processes, which are given the same configuration and other `arguments`; without torchrun, a
+    process alone. They leave together at the end. Raises `InputError` if their number does not fit `config.parallel` or
+    one has a different configuration, argument, model or code, and `PeerLost` if one did not join or is lost."""
     machine.restrict_to_local_gpu()
     with machine.report_if_slow("joining the other processes"):
         world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.detect_lost_peers():
-            world.require_same("the processes of this run", lambda: _identity(config))
+            world.require_same("the processes of this run", lambda: _identity(config) | arguments)
             yield world
     except GeneratorExit:  # the context was not closed, and this process is ending
         raise

@@ -32,6 +32,9 @@ EVAL = ["eval", "--task", "sum-digits", "--prompts", "3", "--n", "2", "--max-com
 METERED = """
 from lockstep.environments.tasks.calculator import Calculator
 
+def reward(completions, **columns):
+    return [0.0] * len(completions)
+
 class Metered(Calculator):
     @classmethod
     def metrics(cls, trajectories):
@@ -65,6 +68,21 @@ COMMANDS = {
 }
 
 
+# What is said of commands that are not alike, and those of two ranks.
+ROWS = ["eval", "--task", "dataset", "--reward", "m.py:reward", "--max-completion-length", "4"]
+UNEQUAL = {
+    "n is 3 on rank 1 and 2 on rank 0": (EVAL, [*EVAL[:6], "3", *EVAL[7:]]),
+    "sampling.max_completion_length is 5 on rank 1 and 6 on rank 0": (EVAL, [*EVAL[:8], "5", *EVAL[9:]]),
+    "the file of task.data is '22 bytes": tuple([*ROWS, "--data", f"rows{rank}.jsonl"] for rank in range(2)),
+    "tokens is 900 on rank 1 and 600 on rank 0": (PARITY, ["parity", "--tokens", "900", "--json"]),
+    "parallel.timeout is 99.0 on rank 1 and 300.0 on rank 0": (EVAL, [*EVAL, "--parallel.timeout", "99"]),
+    "resume_with_other_numerics is True on rank 1 and False on rank 0": (
+        ["train", "--resume", "fast"],
+        ["train", "--resume", "fast", "--resume-with-other-numerics"],
+    ),
+}
+
+
 REFUSED = {
     "a model that is not there": "model 'no/such'",
     "of the trainer": "--parallel.tp is for training, and lockstep generate trains nothing; remove it",
@@ -91,6 +109,7 @@ def every_command(folder: str, model: str) -> dict[str, Any]:
         patch.setattr(command_line, "_COMMON_ERROR_SECONDS", 0.0)
         found |= {name: printed(arguments, model) for name, arguments in COMMANDS.items()}
         found["chosen"] = chosen(model)
+        found["unequal"] = [printed(of_ranks[int(os.environ["RANK"])], model) for of_ranks in UNEQUAL.values()]
         if os.environ["RANK"] == "1":
             patch.setattr(parity_check, "pack_shards", flipped(parity_check.pack_shards))
         found["parity, a bit flipped on one rank"] = printed(COMMANDS["parity together"], model)
@@ -152,6 +171,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("commands")
     (made / "p.txt").write_text("hello\n1 2 3\nwhat\n")
     (made / "m.py").write_text(METERED)
+    for rank in range(2):  # of as many bytes
+        (made / f"rows{rank}.jsonl").write_text(json.dumps({"prompt": f"1 + {rank} = "}))
     return made
 
 
@@ -210,6 +231,11 @@ def test_what_is_refused_has_one_code(two: Any, name: str, message: str) -> None
     first, second = (found[name] for found in two)
     assert first[:2] == second[:2] == (2, "") and message in first[2]
     assert message not in second[2] or name != "a model that is not there"  # the first tells
+
+
+def test_commands_that_are_not_alike_are_refused_by_what_differs(two: Any) -> None:
+    for message, first, second in zip(UNEQUAL, *(found["unequal"] for found in two), strict=True):
+        assert (first[:2], second) == ((2, ""), (2, "", "")) and message in first[2], first[2]
 
 
 def test_a_model_from_python_generates_with_the_others(two: Any, shallow: Path) -> None:
