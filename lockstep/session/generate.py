@@ -111,11 +111,14 @@ class LLM(Session):
         self._capacity = (0, 0)  # the sequences, and tokens per sequence, that the engine was planned for
         # Kinds of sampling (truncated, greedy) that have graphs, and whether these read equal prefixes by group.
         self._warmed_up: dict[tuple[bool, bool], bool] = {}
+        self._closed_stream: Callable[[], list[list[Trajectory]]] | None = None  # what it completed
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            self._end_closed_stream()
         self._free()
         self._has_left = True
         self._joined.__exit__(*error)
@@ -174,7 +177,7 @@ class LLM(Session):
     ) -> Generator[TextPiece, None, None]:
         """As `generate`, yielding text as it appears; all prompts run at once, so their pieces interleave. Samples of
         other groups of processes arrive at the end, as one piece each. The pieces of a sample concatenate to its
-        completion's text. Closing the iterator stops the generation."""
+        completion's text. Closing the iterator stops the generation; others' streams then go on without its samples."""
         with self.join_processes():
             requests, engine = self._prepare(prompts, SamplingParams() if sampling is None else sampling, seed)
             own = self._own_prompts(len(requests.prompt_ids))
@@ -193,6 +196,9 @@ class LLM(Session):
                     yield replace(piece, prompt=own[piece.prompt])
             except LockstepError as error:
                 failure = error
+            except GeneratorExit:
+                self._closed_stream = completed
+                raise
             for prompt, samples in enumerate(gather_completions(self.world, completed)):
                 if prompt not in own:
                     for completion in samples:
@@ -258,7 +264,16 @@ class LLM(Session):
             if self.world.size > 1:  # the runtime makes graphs with the new world
                 self.reset_runtime()
         with self.world.detect_lost_peers():
+            self._end_closed_stream()
             yield
+
+    def _end_closed_stream(self) -> None:
+        """Exchange what a stream had completed when it was closed. Other processes wait for it at their stream's end;
+        this one did not, as it may have been about to end."""
+        completed, self._closed_stream = self._closed_stream, None
+        if completed is not None:
+            with self.world.detect_lost_peers():
+                gather_completions(self.world, completed)
 
     def _prepare(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], seed: int | None

@@ -80,5 +80,5 @@ def gather_completions(world: World, completed: Callable[[], Sequence[T]]) -> li
         results = completed()
         return results if world.leads_group else []
 
-    groups = world.gather_results(completed_by_leader)[:: world.generator_tp]
+    groups = world.gather_results(completed_by_leader, what="completions")[:: world.generator_tp]
     return [groups[i % len(groups)][i // len(groups)] for i in range(sum(map(len, groups)))]

@@ -113,7 +113,7 @@ def every_command(folder: str, model: str) -> dict[str, Any]:
         if os.environ["RANK"] == "1":
             patch.setattr(parity_check, "pack_shards", flipped(parity_check.pack_shards))
         found["parity, a bit flipped on one rank"] = printed(COMMANDS["parity together"], model)
-    return found | {"from Python": from_python(model)}
+    return found | {"from Python": from_python(model), "closed": closed_early(model)}
 
 
 def chosen(model: str) -> dict[str, Any]:
@@ -163,6 +163,20 @@ def from_python(model: str, ranks: int = 2) -> list[Any]:
             wrong()
             found.append("nothing was refused")
     llm.close()
+    return found
+
+
+def closed_early(model: str) -> list[str]:
+    """Completions after streams that each process closes at its first piece, if it gets one; of the second stream, and
+    of the one that is open at the end, one process has the only prompt."""
+    sampling = SamplingParams(max_completion_length=9, ignore_eos=True)
+    with LLM(model, device="cpu") as llm:
+        for prompts in (["one", "two", "three"], ["one"]):
+            for _ in llm.stream(prompts, sampling):
+                break
+        found = [samples[0].text for samples in llm.generate(["one", "two"], sampling)]
+        for _ in llm.stream("one", sampling):
+            break
     return found
 
 
@@ -242,6 +256,10 @@ def test_a_model_from_python_generates_with_the_others(two: Any, shallow: Path) 
     one = from_python(str(shallow), 1)
     assert one[0] == one[2] and one[3:] == ["nothing was refused"] * 2
     assert [found["from Python"] for found in two] == [one[:3]] * 2
+
+
+def test_a_stream_that_one_process_closes_keeps_no_other_waiting(two: Any, shallow: Path) -> None:
+    assert [found["closed"] for found in two] == [closed_early(str(shallow))] * 2
 
 
 def test_how_many_generate_together_is_chosen_told_and_kept(two: Any, folder: Path) -> None:
