@@ -113,6 +113,13 @@ def test_more_gpus_are_named_with_what_they_can_share(capsys: pytest.CaptureFixt
     assert main([*asked, "--world", "4", *shards[2:]]) == 2 and main([*asked, "--world", "1"]) == 2
     said = capsys.readouterr().err
     assert "use a multiple of 4" in said and said.endswith("moments and gradients are sharded\n")
+    flags = "--arch mistral-7b-8-layers --trainer.prompts-per-step 2 --sampling.num-generations 32"
+    flags += " --sampling.max-completion-length 128 --trainer.max-tokens-per-micro-batch 4096"
+    alone = ["plan", *flags.split(), "--device-memory-gib", "24", "--compile.activation-memory-gib", "0.5"]
+    assert main([*alone, "--compile.cudagraph-mode", "none"]) == 2  # two need less besides than one does
+    said = capsys.readouterr().err
+    assert said.count("--optimizer.offload") == 1 and "2 GPUs (torchrun), " in said
+    assert said.endswith("sharded, with --trainer.max-tokens-per-micro-batch 256 and --compile.recompute full\n")
     assert main([*asked, "--world", "1", "--compile.capture", "joint"]) == 2
     assert "GPUs (torchrun)" not in capsys.readouterr().err
 

@@ -50,15 +50,16 @@ def suggest_remedies(w: Workload, memory: int) -> Iterator[str]:
     if (larger := enlarge_generator_groups(w, memory)) is not w:
         ranks = larger.config.parallel.generator_tp
         yield f"--parallel.generator-tp {ranks}, so many GPUs having a part of the weights each"
-    for changed, flags in ((w, []), (smallest, combined)) if w.on_gpu else ():  # processes of a host share its memory
-        if more := _fewest_ranks(changed, memory):
-            now, then = w.config.parallel, more.config.parallel
-            flags = [*flags, f"--parallel.fsdp {more.groups}"] if now.fsdp else flags
-            if now.batch_shards not in (w.groups, then.batch_shards):
-                flags = [*flags, f"--parallel.batch-shards {then.batch_shards}"]
-            also = f", with {' and '.join(flags)}" if flags else ""
-            yield f"{more.ranks} GPUs (torchrun), over which masters, moments and gradients are sharded{also}"
-            break
+    if not w.on_gpu:  # more processes of a host would share its memory
+        return
+    if more := _fewest_ranks(w, memory) or _fewest_ranks(smallest, memory):
+        now, then = w.config.parallel, more.config.parallel
+        flags, _ = _combine_changes(_on_ranks(w, more.ranks) or more, memory)  # on so many, perhaps fewer
+        flags += [f"--parallel.fsdp {more.groups}"] if now.fsdp else []
+        if now.batch_shards not in (w.groups, then.batch_shards):
+            flags.append(f"--parallel.batch-shards {then.batch_shards}")
+        also = f", with {' and '.join(flags)}" if flags else ""
+        yield f"{more.ranks} GPUs (torchrun), over which masters, moments and gradients are sharded{also}"
 
 
 def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
