@@ -51,8 +51,9 @@ def prepare_machine(session: Session) -> None:
 
 
 def warn_if_library_missing(session: Session) -> None:
+    """Warn if the C library is missing: the first process of a machine, which all have the same."""
     embed = session.policy.model.embed
-    if embed.device.type == "cpu" and embed.dtype is torch.float32:
+    if session.world.local_rank == 0 and embed.device.type == "cpu" and embed.dtype is torch.float32:
         library.warn_if_missing()
 
 

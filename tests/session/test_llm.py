@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from c_library import using
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,9 @@ from lockstep.distributed import World
 from lockstep.errors import InputError
 from lockstep.generator import Engine
 from lockstep.models.tokenizer import TextStream
+from lockstep.ops.native import library
 from lockstep.session.generate import LLM
+from lockstep.session.warm_up import warn_if_library_missing
 from lockstep.types import GENERATE_DOMAIN, SampleIdentity, SamplingParams
 
 SHORT = SamplingParams(max_completion_length=12, n=2)
@@ -58,6 +61,19 @@ def test_a_cache_is_freed_before_a_larger_one_is_planned(model: Path, monkeypatc
     finally:
         gc.enable()
     assert alive == [None]
+
+
+def test_missing_operators_are_said_by_the_first_process_of_a_machine(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm, said = LLM(model, device="cpu"), list[int]()
+    for local_rank in (1, 0):
+        library.warn_if_missing.cache_clear()
+        monkeypatch.setattr(llm, "world", World(2 + local_rank, 4, local_rank=local_rank))
+        with using(None):
+            warn_if_library_missing(llm)
+        said.append(sum("the C operators are missing" in message for message in caplog.messages))
+    assert said == [0, 1]
 
 
 def test_text_comes_before_the_end(model: Path) -> None:
