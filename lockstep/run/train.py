@@ -48,7 +48,7 @@ def train(
     recorder = Recorder(config, run_dir, world)
     if choice is not None:
         recorder.summary["parallel"] = choice.to_dict()
-    loaded = world.broadcast_from_first(lambda: resuming.find_checkpoint(run_dir, recorder.inputs)) if resume else None
+    loaded = _find_checkpoint(recorder) if resume else None
     stream = None if world.is_first else io.StringIO()  # only the first rank shows progress
     display = Display(config.steps, config.metrics.progress, stream)
     note = crash_note(run_dir, recorder.has_begun) if world.is_first else contextlib.nullcontext()
@@ -61,6 +61,15 @@ def train(
         if resume and loaded is None:
             display.note("no step was done yet; starting over")
         return _train(recorder, read, loaded, other_numerics, display, delay)
+
+
+def _find_checkpoint(recorder: Recorder) -> LoadedCheckpoint | None:
+    """The checkpoint that the first process found and verified, which all read and must see alike."""
+    world, run_dir = recorder.world, recorder.run_dir
+    loaded = world.broadcast_from_first(lambda: resuming.find_checkpoint(run_dir, recorder.inputs))
+    if loaded is not None:
+        world.require_same("the processes of this run", lambda: {f"the hash of {loaded.path}": loaded.identity()})
+    return loaded
 
 
 def _train(

@@ -20,6 +20,7 @@ from lockstep.cache import loaded_code
 from lockstep.cli import main as command_line
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import InputError
+from lockstep.run.checkpoint import files
 from lockstep.session import generate, parity_check
 from lockstep.session.degree import choice, links
 from lockstep.session.degree.decode_time import CollectiveTimes
@@ -90,6 +91,13 @@ REFUSED = {
 }
 
 
+# What is said where the second process sees another checkpoint, whose manifest is the file of this name.
+OTHER_CHECKPOINTS = {
+    "state.json": r"the hash of .*/fast/checkpoints/step_2 is '\w+' on rank 1 and '\w+' on rank 0; every",
+    "none.json": r"fast/checkpoints/step_2 cannot be read: .*No such file or directory.* \(on rank 1, ",
+}
+
+
 def printed(arguments: list[str], model: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a command."""
     own = [] if {"--model", "--arch", "--resume"} & {*arguments} else ["--model", model]
@@ -109,6 +117,7 @@ def every_command(folder: str, model: str) -> dict[str, Any]:
         patch.setattr(command_line, "_COMMON_ERROR_SECONDS", 0.0)
         found |= {name: printed(arguments, model) for name, arguments in COMMANDS.items()}
         found["chosen"] = chosen(model)
+        found["other checkpoints"] = with_other_checkpoints(model)
         found["unequal"] = [printed(of_ranks[int(os.environ["RANK"])], model) for of_ranks in UNEQUAL.values()]
         if os.environ["RANK"] == "1":
             patch.setattr(parity_check, "pack_shards", flipped(parity_check.pack_shards))
@@ -125,6 +134,17 @@ def chosen(model: str) -> dict[str, Any]:
         found["fast"] = printed([*CHOOSES, "--run-dir", "fast"], model)
         patch.setattr(links, "measure_bandwidth", None)
         found["resumed"] = printed(["train", "--resume", "fast", "--steps", "2", "--json"], model)
+    return found
+
+
+def with_other_checkpoints(model: str) -> list[Any]:
+    """A run whose checkpoint is another one for the second process, going on."""
+    found = []
+    for manifest in OTHER_CHECKPOINTS:
+        with pytest.MonkeyPatch.context() as patch:
+            if os.environ["RANK"] == "1":
+                patch.setattr(files, "_MANIFEST", manifest)
+            found.append(printed(["train", "--resume", "fast", "--steps", "3"], model))
     return found
 
 
@@ -256,6 +276,13 @@ def test_a_model_from_python_generates_with_the_others(two: Any, shallow: Path) 
     one = from_python(str(shallow), 1)
     assert one[0] == one[2] and one[3:] == ["nothing was refused"] * 2
     assert [found["from Python"] for found in two] == [one[:3]] * 2
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_is_the_same_for_all(two: Any) -> None:
+    for message, first, second in zip(
+        OTHER_CHECKPOINTS.values(), *(found["other checkpoints"] for found in two), strict=True
+    ):
+        assert (first[:2], second) == ((2, ""), (2, "", "")) and re.search(message, first[2]), first[2]
 
 
 def test_a_stream_that_one_process_closes_keeps_no_other_waiting(two: Any, shallow: Path) -> None:

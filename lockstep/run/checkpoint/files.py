@@ -48,6 +48,13 @@ class LoadedCheckpoint:
     state: dict[str, Any]
     files: tuple[str, ...]
 
+    def identity(self) -> str:
+        """Equal where two processes see the same files: a hash of their sizes and of the manifest, which has their
+        digests. Raises `InputError` if one is not there."""
+        with name_read_errors(self.path):
+            sizes = [(self.path / file).stat().st_size for file in self.files]
+            return hashlib.sha256(repr(sizes).encode() + (self.path / _MANIFEST).read_bytes()).hexdigest()
+
     def slices(self, name: str) -> dict[str, TensorInFile]:
         """The tensors that were saved under `name`, by key. Raises `InputError` if a file cannot be opened: a run
         that goes on may have deleted the checkpoint."""
