@@ -55,8 +55,10 @@ def identify_inputs(config: RunConfig) -> dict[str, Any]:
 
 
 def describe_data(config: RunConfig) -> dict[str, str]:
-    """The data and Python files among a run's `inputs`, in words that are equal for equal bytes."""
-    found = _fingerprint_data(_settings(config))
+    """The data and Python files among a run's `inputs`, and of reward functions, in words equal for equal bytes."""
+    settings = _settings(config)
+    rewards = {f"task.reward {name}": _fingerprint(name.rpartition(":")[0] or None) for name in settings["task.reward"]}
+    found = _fingerprint_data(settings) | rewards
     return {name: _describe_fingerprint(fingerprint) for name, fingerprint in found.items()}
 
 

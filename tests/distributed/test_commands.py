@@ -33,7 +33,7 @@ EVAL = ["eval", "--task", "sum-digits", "--prompts", "3", "--n", "2", "--max-com
 METERED = """
 from lockstep.environments.tasks.calculator import Calculator
 
-def reward(completions, **columns):
+def f(completions, **columns):
     return [0.0] * len(completions)
 
 class Metered(Calculator):
@@ -69,17 +69,21 @@ COMMANDS = {
 }
 
 
-# What is said of commands that are not alike, and those of two ranks.
-ROWS = ["eval", "--task", "dataset", "--reward", "m.py:reward", "--max-completion-length", "4"]
+# What is said of commands that are not alike, and those of two ranks, each in a folder of its own.
+ROWS = ["eval", "--task", "dataset", "--max-completion-length", "4", "--data"]
+OWN_ROWS, OWN_REWARD = [*ROWS, "rows.jsonl", "--reward", "../m.py:f"], [*ROWS, "../p.jsonl", "--reward", "f.py:f"]
+OWN_TRAINED = ["train", "dataset", *OWN_REWARD[5:], *RUN[:10], "--run-dir", "../own"]
 UNEQUAL = {
     "n is 3 on rank 1 and 2 on rank 0": (EVAL, [*EVAL[:6], "3", *EVAL[7:]]),
     "sampling.max_completion_length is 5 on rank 1 and 6 on rank 0": (EVAL, [*EVAL[:8], "5", *EVAL[9:]]),
-    "the file of task.data is '22 bytes": tuple([*ROWS, "--data", f"rows{rank}.jsonl"] for rank in range(2)),
+    "the file of task.data is '22 bytes with": (OWN_ROWS, OWN_ROWS),
+    "the file of task.reward f.py:f is '66 bytes with": (OWN_REWARD, OWN_REWARD),
+    "the processes of this run: task.reward f.py:f is '66 bytes with": (OWN_TRAINED, OWN_TRAINED),
     "tokens is 900 on rank 1 and 600 on rank 0": (PARITY, ["parity", "--tokens", "900", "--json"]),
     "parallel.timeout is 99.0 on rank 1 and 300.0 on rank 0": (EVAL, [*EVAL, "--parallel.timeout", "99"]),
     "resume_with_other_numerics is True on rank 1 and False on rank 0": (
-        ["train", "--resume", "fast"],
-        ["train", "--resume", "fast", "--resume-with-other-numerics"],
+        ["train", "--resume", "../fast"],
+        ["train", "--resume", "../fast", "--resume-with-other-numerics"],
     ),
 }
 
@@ -118,7 +122,9 @@ def every_command(folder: str, model: str) -> dict[str, Any]:
         found |= {name: printed(arguments, model) for name, arguments in COMMANDS.items()}
         found["chosen"] = chosen(model)
         found["other checkpoints"] = with_other_checkpoints(model)
-        found["unequal"] = [printed(of_ranks[int(os.environ["RANK"])], model) for of_ranks in UNEQUAL.values()]
+        rank = int(os.environ["RANK"])
+        with contextlib.chdir(f"of{rank}"):
+            found["unequal"] = [printed(of_ranks[rank], model) for of_ranks in UNEQUAL.values()]
         if os.environ["RANK"] == "1":
             patch.setattr(parity_check, "pack_shards", flipped(parity_check.pack_shards))
         found["parity, a bit flipped on one rank"] = printed(COMMANDS["parity together"], model)
@@ -205,8 +211,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("commands")
     (made / "p.txt").write_text("hello\n1 2 3\nwhat\n")
     (made / "m.py").write_text(METERED)
+    (made / "p.jsonl").write_text('{"prompt": "1"}')
     for rank in range(2):  # of as many bytes
-        (made / f"rows{rank}.jsonl").write_text(json.dumps({"prompt": f"1 + {rank} = "}))
+        (made / f"of{rank}").mkdir()
+        (made / f"of{rank}" / "rows.jsonl").write_text(json.dumps({"prompt": f"1 + {rank} = "}))
+        (made / f"of{rank}" / "f.py").write_text(
+            f"def f(completions, **columns):\n    return [{rank}.0] * len(completions)"
+        )
     return made
 
 
