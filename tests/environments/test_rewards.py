@@ -7,6 +7,7 @@ import ctypes
 import inspect
 import math
 import re
+import socket
 import sys
 from decimal import Decimal
 from typing import Any
@@ -350,6 +351,43 @@ def test_one_bad_value_fails_alone() -> None:
 def test_a_mistake_in_the_function_always_ends_the_run(on_error: Any) -> None:
     with pytest.raises(InputError, match="returned 1 values for 3 completions; it must return one for each"):
         score(returning([1.0]), on_error=on_error)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_connection_that_an_async_function_keeps_is_open_in_the_next_call(inside: bool) -> None:
+    kept = []
+
+    async def reads(completions):
+        if not kept:
+            kept.extend(await asyncio.open_connection(sock=ours))
+        return [float(await kept[0].readline()) for _ in completions]
+
+    async def called() -> Any:
+        return score(reads)
+
+    ours, theirs = socket.socketpair()
+    with theirs:
+        for expected in ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]):
+            theirs.sendall("".join(f"{value}\n" for value in expected).encode())
+            assert (asyncio.run(called()) if inside else score(reads)).totals == expected
+
+
+def test_an_interrupt_ends_the_other_async_functions() -> None:
+    ended = []
+
+    async def waits(completions):
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append("waits")
+
+    async def interrupts(completions):
+        await asyncio.sleep(0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(waits, interrupts)
+    assert ended == ["waits"] and score(slow_half).totals == [0.5] * 3
 
 
 def test_async_functions_run_at_the_same_time() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import inspect
 import math
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cache
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -201,9 +204,14 @@ def _run_concurrently(coroutines: list[Any]) -> list[Any]:
         return await asyncio.gather(*coroutines)
 
     def run() -> list[Any]:
+        runner = _runner()
         try:
-            return asyncio.run(gather())
-        except RuntimeError as error:  # not raised by a function, as those are results
+            return runner.run(gather())
+        except BaseException as error:  # not raised by a function, as those are results
+            del _of_thread.runner
+            runner.close()  # which ends the other functions
+            if not isinstance(error, RuntimeError):
+                raise
             reason = f"did not finish, as an async reward stopped the event loop that they share ({error})"
             return [Failed(reason, fatal=True)] * len(coroutines)
 
@@ -211,8 +219,24 @@ def _run_concurrently(coroutines: list[Any]) -> list[Any]:
         asyncio.get_running_loop()
     except RuntimeError:
         return run()
-    with ThreadPoolExecutor(1) as pool:  # the caller is inside a loop, as in a notebook
-        return pool.submit(run).result()
+    return _thread_without_loop().submit(run).result()  # the caller is inside a loop, as in a notebook
+
+
+_of_thread = threading.local()
+
+
+def _runner() -> asyncio.Runner:
+    """This thread's. Its event loop stays open between calls, as connections that a function keeps belong to it."""
+    if not hasattr(_of_thread, "runner"):
+        _of_thread.runner = asyncio.Runner()
+        atexit.register(_of_thread.runner.close)
+    runner: asyncio.Runner = _of_thread.runner
+    return runner
+
+
+@cache
+def _thread_without_loop() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)
 
 
 def failure_from(error: BaseException, function: RewardFunction) -> Failed:
