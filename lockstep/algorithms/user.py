@@ -53,6 +53,14 @@ def user_algorithm(config: LossConfig) -> Algorithm:
     return algorithm
 
 
+def learns_from_single_samples(algorithm: Algorithm, config: LossConfig) -> bool:
+    """Whether a prompt's only sample can have an advantage other than 0. An algorithm that raises for it has none."""
+    try:
+        return algorithm.has_token_advantages or any(chain(*algorithm.advantages(config, [[0.0], [1.0]])))
+    except Exception:
+        return False
+
+
 def _unread_settings(algorithm: Algorithm, config: LossConfig) -> Iterator[tuple[str, str]]:
     """The settings that the algorithm does not read, each with the reason."""
     if not algorithm.has_teacher:

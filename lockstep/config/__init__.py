@@ -7,6 +7,7 @@ its own `validate`.
 from .algorithms import ALGORITHM_TABLE, LOSS_TYPES, READ_BY
 from .run import (
     LEGACY_CONFIG,
+    SINGLE_SAMPLES,
     Attention,
     RunConfig,
     idle_update_message,

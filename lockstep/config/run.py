@@ -19,6 +19,11 @@ from .sections.trainer import TrainerConfig
 
 Attention = Literal["native", "flex"]
 
+SINGLE_SAMPLES = (
+    "sampling.num_generations is 1: every group's advantage would be zero, and with trainer.skip_zero_variance nothing "
+    "is trained; use 2 or more"
+)
+
 
 @dataclass(frozen=True)
 class RunConfig(Section):
@@ -112,8 +117,7 @@ class RunConfig(Section):
         )
         refuse(
             s.num_generations == 1 and t.skip_zero_variance and lo.group_relative,
-            "sampling.num_generations is 1: every group's advantage would be zero, and with "
-            "trainer.skip_zero_variance nothing is trained; use 2 or more",
+            SINGLE_SAMPLES,
         )
         refuse(
             lo.importance_sampling_mode is not None and t.updates == 1 and self.parity == "strict",

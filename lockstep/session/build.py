@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..algorithms import make_algorithm
+from ..algorithms import learns_from_single_samples, make_algorithm
 from ..config import (
+    SINGLE_SAMPLES,
     CompileConfig,
     RunConfig,
     SamplingConfig,
@@ -358,7 +359,9 @@ def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
 
 def resolve_for_device(config: RunConfig, ranks: int, device: torch.device, steps: bool = True) -> RunConfig:
     """`resolve` for a device that need not be present."""
-    make_algorithm(config.loss)  # load and try a user's algorithm before anything slow
+    algorithm = make_algorithm(config.loss)  # load and try a user's algorithm before anything slow
+    single = config.sampling.num_generations == 1 and config.trainer.skip_zero_variance
+    refuse(single and not learns_from_single_samples(algorithm, config.loss), SINGLE_SAMPLES)
     resolve_dtype(config.dtype, device)
     compile = resolve_compile(config.compile, device.type == "cuda")
     refuse(

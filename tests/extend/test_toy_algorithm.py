@@ -23,10 +23,12 @@ from lockstep.config import (
     SamplingConfig,
     TaskConfig,
     TrainerConfig,
+    validate,
 )
 from lockstep.config.recipes import RECIPES
 from lockstep.errors import InputError
 from lockstep.run.train import train
+from lockstep.session.build import resolve
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,43 @@ def test_what_is_wrong_with_one_is_said_at_once(tmp_path: Path, name: str, messa
     config.validate()
     with pytest.raises(InputError, match=rf"loss\.loss_type '.*wrong\.py:{name}'.*{message}"):
         make_algorithm(config)
+
+
+BASELINES = """
+from statistics import mean, stdev
+
+from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithms.ppo import PPO
+
+class OfStep(GRPO):
+    def advantages(self, config, rewards):
+        center = mean(mean(group) for group in rewards)
+        return [[reward - center for reward in group] for group in rewards]
+
+class Critic(PPO):
+    pass
+
+class OfGroup(GRPO):
+    pass
+
+class OfDeviation(GRPO):
+    def advantages(self, config, rewards):
+        return [[reward / (stdev(group) + 1) for reward in group] for group in rewards]
+"""
+
+
+@pytest.mark.parametrize(
+    "name, learns", [("OfStep", True), ("Critic", True), ("OfGroup", False), ("OfDeviation", False)]
+)
+def test_one_sample_a_prompt_is_refused_if_its_advantage_is_always_0(tmp_path: Path, name: str, learns: bool) -> None:
+    (tmp_path / "own.py").write_text(BASELINES)
+    loss, sampling = LossConfig(f"{tmp_path / 'own.py'}:{name}"), SamplingConfig(num_generations=1)
+    config = validate(RunConfig(loss=loss, sampling=sampling, device="cpu"))
+    if learns:
+        assert resolve(config).loss == loss
+    else:
+        with pytest.raises(InputError, match=r"num_generations is 1: every group's advantage would be zero"):
+            resolve(config)
 
 
 OWN = """

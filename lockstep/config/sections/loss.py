@@ -90,8 +90,8 @@ class LossConfig(Section):
 
     @property
     def group_relative(self) -> bool:
-        """Whether advantages compare a prompt's samples with each other; assumed of a user's algorithm."""
-        return self.algorithm not in ALGORITHM_TABLE or ALGORITHM_TABLE[self.algorithm].group_relative
+        """Whether advantages compare a prompt's samples with each other; not assumed of a user's algorithm."""
+        return self.algorithm in ALGORITHM_TABLE and ALGORITHM_TABLE[self.algorithm].group_relative
 
     @property
     def needs_rewards(self) -> bool:
