@@ -121,6 +121,13 @@ def test_one_sample_a_prompt_is_for_algorithms_that_do_not_compare_a_prompts_sam
         validate(dataclasses.replace(one, loss=LossConfig("reinforce_pp_baseline")))
 
 
+def test_an_algorithm_with_a_teacher_needs_no_rewards() -> None:
+    rows = RunConfig(task=TaskConfig(name="dataset", data="x"), loss=LossConfig("own.py:Pupil", teacher="a folder"))
+    assert validate(rows) == rows
+    with pytest.raises(InputError, match=r"task\.reward is missing"):
+        validate(dataclasses.replace(rows, loss=LossConfig("own.py:Pupil")))
+
+
 def test_every_number_says_its_range() -> None:
     for part in RunConfig().sections():
         numbers = {item.name for item in dataclasses.fields(part) if item.type in (int, float, float | None)}

@@ -95,8 +95,9 @@ class LossConfig(Section):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether there is nothing to learn from without reward functions; assumed of a user's algorithm."""
-        return self.algorithm not in ALGORITHM_TABLE or ALGORITHM_TABLE[self.algorithm].uses_rewards
+        """Whether there is nothing to learn from without reward functions; of a user's algorithm assumed unless it has
+        a teacher."""
+        return ALGORITHM_TABLE[self.algorithm].uses_rewards if self.algorithm in ALGORITHM_TABLE else not self.teacher
 
     @property
     def kl_in_loss(self) -> bool:
