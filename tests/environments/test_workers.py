@@ -67,6 +67,9 @@ def killed(completions, **_):
 
 def with_torch(completions, **_):
     return ["torch" in sys.modules] * len(completions)
+
+def optional(completions, log_metric=None, log_extra=None, environments=7, **_):
+    return [log_metric is None and log_extra is None and environments] * len(completions)
 """
 
 
@@ -104,6 +107,14 @@ def test_results_come_in_order_from_other_processes(source: Path, workers: Rewar
     assert [row["with_torch"] for row in values] == [0.0] * 6  # which takes long to import, and 200 MB
     processes = {row["process"] for _ in range(3) for row in score(rewards).values}
     assert 1 <= len(processes) <= 2 and os.getpid() not in processes  # they stay
+
+
+def test_a_function_keeps_its_defaults_for_what_another_process_cannot_get(
+    source: Path, workers: RewardWorkers
+) -> None:
+    rewards = load_rewards([f"{source}:optional"], workers=workers)
+    rewards.check_columns(["n"])
+    assert score(rewards).totals == [7.0] * 6
 
 
 @pytest.mark.parametrize(

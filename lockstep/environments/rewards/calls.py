@@ -37,6 +37,7 @@ RESERVED_NAMES = ("prompts", "completions", "completion_ids")
 
 # TRL's additional arguments, for functions that name them.
 TRAINER_NAMES = ("trainer_state", "log_metric", "log_extra", "environments")
+LOCAL_NAMES = TRAINER_NAMES[1:]  # which worker processes cannot be given
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,12 @@ Values = list[float | None | Failed]
 Outcome = Values | Failed
 
 
-def accepted_arguments(name: str, function: RewardFunction, columns: Iterable[str]) -> list[str]:
+def accepted_arguments(
+    name: str, function: RewardFunction, columns: Iterable[str], in_worker: bool = False
+) -> list[str]:
     """The arguments to pass: those of the reserved names, `columns` and `TRAINER_NAMES` that the function takes by
-    name. `InputError`: it requires another one, or takes none by name."""
+    name; `in_worker`, without `LOCAL_NAMES` that have a default. `InputError`: it requires another one, or takes none
+    by name."""
     offered = [*RESERVED_NAMES, *columns]
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -116,7 +120,8 @@ def accepted_arguments(name: str, function: RewardFunction, columns: Iterable[st
             f"reward {name} takes {by_position[0]} by position only; arguments come by name, as in "
             "def reward(completions, **columns)"
         )
-    offered += [p.name for p in named if p.name in TRAINER_NAMES and p.name not in offered]
+    left_out = [p.name for p in named if in_worker and p.name in LOCAL_NAMES and p.default is not p.empty]
+    offered += [p.name for p in named if p.name in TRAINER_NAMES and p.name not in (*offered, *left_out)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
     if missing:
         raise InputError(

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...errors import InputError, refuse
 from .calls import (
+    LOCAL_NAMES,
     MAX_WEIGHT,
     Arguments,
     Failed,
@@ -171,8 +172,8 @@ class RewardSet:
         """Raise `InputError` if a function requires a column that is missing, or an argument that workers lack."""
         columns = list(columns)
         for reward in self.rewards:
-            arguments = accepted_arguments(reward.name, reward.function, columns)
-            local_only = {"log_metric", "log_extra", "environments"}.intersection(arguments).difference(columns)
+            arguments = accepted_arguments(reward.name, reward.function, columns, self.in_workers)
+            local_only = {*LOCAL_NAMES}.intersection(arguments).difference(columns)
             if local_only and self._workers is not None:
                 raise InputError(f"reward {reward.name} takes {min(local_only)}, which needs task.reward_workers 0")
 
@@ -194,7 +195,7 @@ class RewardSet:
         offered = arguments | {"trainer_state": TrainerState(scoring.step)}
         for reward in self.rewards:
             try:
-                names = accepted_arguments(reward.name, reward.function, columns)
+                names = accepted_arguments(reward.name, reward.function, columns, in_worker=True)
             except InputError:  # `score` raises it, if it holds for the whole batch
                 continue
             given = {name: offered.get(name) for name in names}
@@ -267,7 +268,7 @@ class RewardSet:
         def on_begin(indices: Iterable[int]) -> None:
             tell(", ".join(dict.fromkeys(calls[i][0].name for i in indices)))
 
-        taken = {reward.name: accepted_arguments(reward.name, reward.function, columns) for reward in self.rewards}
+        taken = {r.name: accepted_arguments(r.name, r.function, columns, self.in_workers) for r in self.rewards}
         given = [
             {name: batch.arguments.get(name, offered.get(name)) for name in taken[reward.name]}
             for reward, batch in calls
