@@ -216,6 +216,23 @@ def test_verls_function_fails_for_its_own_completion_only() -> None:
     assert scores.totals == [None, None, 0.5] and scores.errors == {"compute_score": 2}
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_what_verls_function_returns_beside_the_score_is_recorded(later: bool) -> None:
+    def compute_score(solution_str, ground_truth):
+        acc = {} if solution_str == "a" else {"acc": solution_str == "bb", "circle": circle}
+        return {"score": 1.0, "pred": solution_str, **acc}
+
+    async def compute_score_later(solution_str, ground_truth):
+        return compute_score(solution_str, ground_truth)
+
+    circle: list[Any] = []
+    circle.append(circle)
+    rewards = RewardSet([Reward("r", verl_reward(compute_score_later if later else compute_score))])
+    assert rewards.score(Completions(PROMPTS, TEXTS, IDS, VERL_ROWS)).totals == [1.0] * 3
+    assert rewards.logged.extra == {"pred": TEXTS, "acc": [None, True, False]}
+    assert rewards.logged.metrics == {"acc": 0.5}
+
+
 def test_a_row_without_extra_info_has_an_empty_one() -> None:
     """Also among rows that have one, where the column is None for it."""
     reward = verl_reward(lambda solution_str, ground_truth, extra_info: extra_info.get("index", -1.0))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from ...errors import InputError
 from ...user_functions import one_line
-from .calls import Failed, RewardFunction, await_result, call_function, completion_text
+from .calls import Failed, RewardFunction, await_result, call_function, check_value, completion_text
 
 MAX_CONCURRENT_CALLS = 64
 
@@ -23,8 +24,8 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
     """`compute_score` as a reward function for batches.
 
     A row's ground truth is its `reward_model["ground_truth"]`. The score is what `compute_score` returns, or the entry
-    "score" of a dict. If it is async, at most `concurrency` calls run at once. A call that raises fails only its own
-    completion.
+    "score" of a dict, whose other entries are logged, except in a worker process. If it is async, at most `concurrency`
+    calls run at once. A call that raises fails only its own completion.
     """
     parameters = inspect.signature(compute_score).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -38,8 +39,18 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
         reward_model: list[Any],
         data_source: list[Any] | None = None,
         extra_info: list[Any] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        log_extra: Callable[[str, list[Any]], None] | None = None,
         **_: Any,
     ) -> list[Any] | Coroutine[Any, Any, list[Any]]:
+        def scores(results: list[Any]) -> list[Any]:
+            if callable(log_metric) and callable(log_extra):  # not columns of these names
+                _log_other_entries(results, log_metric, log_extra)
+            return [_score(result) for result in results]
+
+        async def later(results: list[Any]) -> list[Any]:
+            return scores(await _gather(results, compute_score, concurrency))
+
         results = [
             call(
                 {
@@ -52,8 +63,8 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
             for index, completion in enumerate(completions)
         ]
         if any(inspect.iscoroutine(result) for result in results):
-            return _gather_scores(results, compute_score, concurrency)
-        return [_score(result) for result in results]
+            return later(results)
+        return scores(results)
 
     reward.__name__ = getattr(compute_score, "__name__", "compute_score")
     reward.check_row = lambda columns: ground_truth(columns.get("reward_model"))  # type: ignore[attr-defined]
@@ -68,16 +79,30 @@ def ground_truth(value: Any) -> Any:
     return value["ground_truth"]
 
 
-async def _gather_scores(results: list[Any], compute_score: RewardFunction, concurrency: int) -> list[Any]:
+async def _gather(results: list[Any], compute_score: RewardFunction, concurrency: int) -> list[Any]:
     semaphore = asyncio.Semaphore(concurrency)
 
-    async def awaited_score(result: Any) -> Any:
+    async def awaited(result: Any) -> Any:
         if not inspect.iscoroutine(result):
-            return _score(result)
+            return result
         async with semaphore:
-            return _score(await await_result(result, compute_score))
+            return await await_result(result, compute_score)
 
-    return await asyncio.gather(*map(awaited_score, results))
+    return await asyncio.gather(*map(awaited, results))
+
+
+def _log_other_entries(
+    results: list[Any], log_metric: Callable[[str, float], None], log_extra: Callable[[str, list[Any]], None]
+) -> None:
+    """Log the entries of results that are dicts, except for "score"; of numbers the mean, too. Entries that cannot be
+    recorded are left out, as they are no rewards."""
+    dicts = [result if isinstance(result, dict) else {} for result in results]
+    for name in dict.fromkeys(name for result in dicts for name in result if name != "score"):
+        values = [result.get(name) for result in dicts]
+        with suppress(ValueError):
+            log_extra(name, values)
+            for number in (number for value in values if isinstance(number := check_value(value), float)):
+                log_metric(name, number)
 
 
 def _score(result: Any) -> Any:
