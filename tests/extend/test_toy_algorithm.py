@@ -381,8 +381,43 @@ def test_settings_that_one_cannot_read_are_refused(
         assert all(getattr(algorithm, key, value) == value for key, value in given.items())
 
 
-def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+def example(tmp_path: Path, name: str, number: int) -> Any:
+    """An algorithm from an example of the documentation, the first or the second."""
     page = (Path(lockstep.__file__).parents[1] / "docs" / "algorithms.md").read_text()
-    (tmp_path / "my_algorithm.py").write_text(page.split("```python\n")[1].split("```")[0])
-    algorithm: Any = make_algorithm(LossConfig(f"{tmp_path / 'my_algorithm.py'}:Mine", epsilon=0.3))
+    (tmp_path / "example.py").write_text(page.split("```python\n")[number].split("```")[0])
+    return make_algorithm(LossConfig(f"{tmp_path / 'example.py'}:{name}", epsilon=0.3))
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    algorithm = example(tmp_path, "Mine", 1)
     assert (algorithm.epsilon, algorithm.strength, algorithm.indexes_sequences) == (0.3, 0.5, True)
+
+
+def test_in_the_mean_the_documented_bonus_is_that_of_the_entropy(tmp_path: Path) -> None:
+    """At another temperature and after an update; summed over all tokens, by how often each is sampled."""
+    algorithm, drawn = example(tmp_path, "EntropyBonus", 2), torch.Generator().manual_seed(0)
+    logits, before = torch.randn(2, 7, dtype=torch.float64, generator=drawn)
+    logits.requires_grad_()
+    logprob_C, old_C = logits.log_softmax(0), (before / 0.7).log_softmax(0)
+    values = TokenValues(logprob_C, logprob_C, old_C, torch.zeros_like(old_C))
+    bonus = (old_C.exp() * algorithm.loss(values)[0]).sum()
+    entropy = -(logprob_C.exp() * logprob_C).sum()
+    torch.testing.assert_close(bonus, -0.001 * entropy)
+    of_bonus, of_entropy = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (bonus, entropy))
+    torch.testing.assert_close(of_bonus, -0.001 * of_entropy)
+
+
+def test_the_documented_second_bound_is_verls(tmp_path: Path) -> None:
+    algorithm = example(tmp_path, "DualClip", 2)
+    log_ratio_C = torch.tensor([-2.0, -0.1, 0.0, 0.2, 0.9, 1.2, 5.0, 400.0], dtype=torch.float64).repeat(2)
+    log_ratio_C.requires_grad_()
+    advantage_C = torch.tensor([-1.5] * 8 + [0.5] * 8, dtype=torch.float64)
+    values = TokenValues(log_ratio_C - 1, log_ratio_C - 1, torch.full_like(advantage_C, -1.0), advantage_C)
+    loss_C, _ = algorithm.loss(values)
+    ratio_C = log_ratio_C.detach().exp().requires_grad_()
+    clipped_C = torch.maximum(-advantage_C * ratio_C, -advantage_C * ratio_C.clamp(0.7, 1.3))
+    bounded_C = torch.where(advantage_C < 0, torch.minimum(clipped_C, -3 * advantage_C), clipped_C)
+    torch.testing.assert_close(loss_C, bounded_C)
+    (of_ratio_C,) = torch.autograd.grad(bounded_C.sum(), ratio_C)
+    expected_C = torch.where(of_ratio_C == 0, 0.0, of_ratio_C * ratio_C)
+    torch.testing.assert_close(torch.autograd.grad(loss_C.sum(), log_ratio_C)[0], expected_C)
