@@ -487,6 +487,13 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("generate --presence-penalty 1", ["unknown flag --presence-penalty (there is none here: tokens are drawn"]),
         ("chat --prompt_logprobs 1", ["--prompt-logprobs (there are log-probabilities of sampled tokens alone)"]),
         ("train --use_peft", ["unknown flag --use-peft (there is no LoRA here: all weights are trained)"]),
+        ("train --sync_ref_model", ["unknown flag --sync-ref-model (the reference stays the run's first model; a new"]),
+        ("train --delta 4", ["unknown flag --delta (no algorithm bounds the ratio twice; docs/algorithms.md has one"]),
+        ("train --entropy-coeff 0.001", ["(no algorithm has an entropy bonus; docs/algorithms.md has one to copy"]),
+        (
+            "train --clip-ratio-high 0.28 --eps-clip 0.2 --init-kl-coef 0.1 --n-samples-per-prompt 4",
+            ["--loss.epsilon-high?", "--loss.epsilon?", "--loss.beta?", "--sampling.num-generations?"],
+        ),
         ("generate --max-tokens 3", ["unknown flag --max-tokens (did you mean --max-completion-length?)"]),
         (
             "train --max-response-length 3",
