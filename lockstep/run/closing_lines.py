@@ -16,17 +16,23 @@ _MAX_PROMPT_CHARS = 60  # the longest prompt, in characters, that is put in a co
 
 
 def describe_learning(
-    config: RunConfig, validations: Mapping[str, Mapping[str, float]], rewards: Sequence[float], updates: int
+    config: RunConfig,
+    validations: Mapping[str, Mapping[str, float]],
+    rewards: Sequence[float],
+    updates: int,
+    warmed_up: bool = False,
 ) -> str:
     """The metric that measures success (`success_metric`) on held-out problems before and after training; without any,
     the mean reward of the first and last steps. Built-in tasks' first reward is 1 for a solved problem, else 0, so its
     mean is shown in percent. `validations` are by steps done, `rewards` the means of each step, `updates` the number
-    of updates."""
+    of updates; `warmed_up`: whether supervised steps preceded them."""
     if rewards and not updates:
         masked = " or its completions are cut off and masked" * config.loss.mask_truncated_completions
         return f"nothing: no update was made in any step; where a prompt's rewards are all equal{masked} there is none"
     if _is_unrewarded(config):
         return "nothing is rewarded; the loss is in the report"
+    if not validations and not rewards:
+        return f"{'only from worked examples' if warmed_up else 'nothing'}: no step was done"
     if not validations:
         return _describe_rewards(rewards)
     by_step = sorted((int(step), metrics) for step, metrics in validations.items())
@@ -40,8 +46,6 @@ def describe_learning(
 
 
 def _describe_rewards(rewards: Sequence[float]) -> str:
-    if not rewards:
-        return "nothing: no step was done"
     if len(rewards) == 1:
         return f"reward {rewards[0]:.3g}, of one step"
     count = min(_STEPS_AVERAGED, len(rewards) // 2)

@@ -395,8 +395,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
         self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
         self.summary |= {"steps_done": self._steps_without_metrics + len(self._rewards), "validation": self.validations}
+        of_steps = self.validations, self._rewards, self._updates
         self.summary |= {
-            "learned": closing_lines.describe_learning(self.config, self.validations, self._rewards, self._updates),
+            "learned": closing_lines.describe_learning(self.config, *of_steps, warmed_up="warmup" in self.summary),
             "parity": self._loop.certificate.to_dict() if self._loop else {},
             "next": closing_lines.next_command(self.config, self._shown_dir, self._prompt),
         }

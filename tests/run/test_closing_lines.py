@@ -32,6 +32,8 @@ def test_what_was_learned() -> None:
         "held-out correct 50 %, after 0 steps"
     )
     assert closing_lines.describe_learning(CONFIG, {}, [], 0) == "nothing: no step was done"
+    of_examples = closing_lines.describe_learning(CONFIG, {}, [], 0, warmed_up=True)
+    assert of_examples == "only from worked examples: no step was done"
     assert (
         closing_lines.describe_learning(CONFIG, {}, [0.0] * 10 + [1.0] * 10, 20)
         == "reward 0 -> 1, the first and last 10 steps"
