@@ -79,7 +79,8 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
     if isinstance(prompt, str) and len(prompt) <= _MAX_PROMPT_CHARS and prompt.isprintable() and task.turns == 1:
         asked = f"{_give('--prompt', prompt)} --max-completion-length {limit}{stop}"
         return f"lockstep generate --model {model} {asked}"
-    if _is_unrewarded(config) or task.filter_overlong_prompts:  # an evaluation may have other limits
+    unplayed = config.steps == 0 and task.name == "dataset" and not task.reward  # an environment may give no reward
+    if _is_unrewarded(config) or unplayed or task.filter_overlong_prompts:  # an evaluation may have other limits
         return f"lockstep chat --model {model}{_chat_flags(task)}"
     return f"lockstep eval --model {model} {shlex.join(_evaluation_flags(config))}{stop}"
 

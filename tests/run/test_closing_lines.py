@@ -82,6 +82,8 @@ def test_the_next_command_tries_the_model() -> None:
         )
     for other in (replace(rows, reward=()), replace(rows, filter_overlong_prompts=True)):
         assert closing_lines.next_command(RunConfig(task=other), Path("r"), None) == "lockstep chat --model r/model"
+    taught = RunConfig(task=replace(rows, reward=(), environment="imitate.py:Imitate"), steps=0)
+    assert closing_lines.next_command(taught, Path("r"), None) == "lockstep chat --model r/model"
     told = replace(rows, reward=(), system_prompt="Be brief.", chat_template_kwargs=("enable_thinking=false",))
     assert closing_lines.next_command(RunConfig(task=told), Path("r"), None) == (
         "lockstep chat --model r/model --system-prompt 'Be brief.' --chat-template-kwargs enable_thinking=false"
