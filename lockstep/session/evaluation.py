@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple, SupportsIndex
 from ..config import RunConfig, check_range, template_variables, validate, without_trainer_settings, yaml_file
 from ..distributed import World
 from ..environments import Collector, Environment, Failures, Limits, PromptLimit, Task, make_environment, make_task
+from ..environments.collect import LOGGED_PREFIX
 from ..environments.environment import SingleTurn, environment_metrics
 from ..environments.episodes import SampleOutput, Sampler
 from ..environments.ranks.rollouts import RolloutHolders
@@ -133,7 +134,8 @@ def run_evaluation(
     result |= {name: value for name, value in metrics.items() if name not in result}
     counts["groups_without_reward"] = len(problems) - len(groups)  # with those whose environment failed
     told = ("environment/errors", "groups_without_reward", *(f"{_REWARD_ERRORS}{reward}" for reward in names))
-    return result | {name: counts[name] for name in told if counts.get(name)}
+    logged = {name: value for name, value in counts.items() if name.startswith(LOGGED_PREFIX)}
+    return result | logged | {name: counts[name] for name in told if counts.get(name)}
 
 
 def _require_ks(settings: EvaluationSettings) -> list[int]:
@@ -285,7 +287,7 @@ def render(result: dict[str, Any]) -> str:
     each = f"{n} {'completion' if n == 1 else 'completions'} each"
     lines = [f"{result['task']}: {problems} problems{left_out}, {each}, {sampled}"]
     names = [name for name in result if name == "reward/mean" or (name.startswith("pass@") and "/" not in name)]
-    kinds = "rewards/", _REWARD_ERRORS, "response_length/", "environment/"
+    kinds = "rewards/", LOGGED_PREFIX, _REWARD_ERRORS, "response_length/", "environment/"
     others = [name for name in result if name.startswith(kinds)]
     width = max(map(len, names + others))
     for name in names:

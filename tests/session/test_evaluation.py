@@ -175,6 +175,18 @@ def test_an_evaluation_counts_what_passed(config: RunConfig) -> None:
     assert evaluate(config, n=4, pass_threshold=0.5)["pass@1"] == 1.0
 
 
+def noted(completions, log_metric, **_):
+    for value in range(3):
+        log_metric("noted", value)
+    return [1.0 for _ in completions]
+
+
+def test_what_reward_functions_log_is_in_the_result(config: RunConfig) -> None:
+    rows = [{"prompt": "1 2="}, {"prompt": "3 4="}]
+    result = evaluate(replace(config, task=TaskConfig(name="dataset")), data=rows, rewards=noted)
+    assert result["logged/noted"] == 1.0 and "logged/noted" in render(result)
+
+
 def test_the_deciding_reward_and_problems_it_does_not_apply_to(config: RunConfig, tmp_path: Path) -> None:
     assert evaluate(config, pass_reward="never")["pass@1"] == 0.0
     result = evaluate(config, pass_reward="sometimes")
