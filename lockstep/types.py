@@ -233,6 +233,11 @@ class RolloutGroup:
     def prompt_ids(self) -> list[int]:
         return self.rollouts[0].prompt.token_ids
 
+    def count_passed(self, reward: str, threshold: float = 1.0) -> int | None:
+        """The number of samples with at least `threshold` of a reward function; None if one has no value of it."""
+        values = [value for r in self.rollouts if (value := r.rewards.get(reward)) is not None]
+        return sum(value >= threshold for value in values) if len(values) == len(self.rollouts) else None
+
 
 @dataclass
 class PackedBatch:

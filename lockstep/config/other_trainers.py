@@ -11,6 +11,7 @@ EQUIVALENT_FLAGS: dict[str, str] = {
     "cliprange": "--loss.epsilon",
     "dataset-name": "--data",
     "eps-clip": "--loss.epsilon",
+    "eval-n-samples-per-prompt": "--task.validation-samples",
     "eval-steps": "--task.validation-interval",
     "filter-groups": "--loss.dynamic-sampling",
     "generate-max-len": "--sampling.max-completion-length",
@@ -35,6 +36,7 @@ EQUIVALENT_FLAGS: dict[str, str] = {
     "n-samples-per-prompt": "--sampling.num-generations",
     "norm-adv-by-std-in-grpo": "--loss.scale-rewards",
     "num-episodes": "--steps",
+    "num-generations-eval": "--task.validation-samples",
     "num-train-epochs": "--steps",
     "output-dir": "--run-dir",
     "per-device-train-batch-size": "--trainer.prompts-per-step",
@@ -87,10 +89,6 @@ UNSUPPORTED_FLAGS = {
     **dict.fromkeys(
         ("sync-ref-model", "ref-model-sync-steps", "ref-model-mixup-alpha"),
         "the reference stays the run's first model; a new run that begins from this one's model/ has that as its own",
-    ),
-    **dict.fromkeys(
-        ("num-generations-eval", "eval-n-samples-per-prompt"),
-        "validation is greedy; lockstep eval --n samples more, also of the models of --checkpoint.export-interval",
     ),
     **dict.fromkeys(("kl-ctrl-type", "kl-target", "target-kl"), "loss.beta stays what it is"),
     **dict.fromkeys(("logging-steps", "log-freq"), "every step is logged"),

@@ -31,7 +31,7 @@ from ..types import TRAIN_DOMAIN, VALIDATION_DOMAIN, PackedBatch, RolloutGroup, 
 from .batching import assign_to_shards, split_mini_batches
 from .dynamic_sampling import collect_with_signal
 from .step_checks import check_step_result, require_finite
-from .step_metrics import reward_metrics, step_metrics
+from .step_metrics import pass_metrics, reward_metrics, step_metrics
 from .token_advantages import append_token_values, estimate_token_advantages
 
 
@@ -344,14 +344,16 @@ class Loop:
         return result
 
     def validate(self, selection: bool = False) -> dict[str, float]:
-        """Complete the validation problems greedily, or with `selection` those that end a warm-up. Returns the mean
-        reward, the mean of each reward function, and counts that are not 0."""
+        """Complete the validation problems, or with `selection` those that end a warm-up. Returns the mean reward, the
+        mean of each reward function, with several samples a problem pass@n, and counts that are not 0."""
         task = self.run.task
         if not task.rewards.rewards and self.config.task.environment is None:
             return {}  # nothing would score them
         problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
         if not problems:
             return {}
-        groups, _, counts, _ = self._collect_problems(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
+        sampling = self.run.validation_sampling
+        groups, _, counts, _ = self._collect_problems(problems, sampling, VALIDATION_DOMAIN, 0)
         metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
+        metrics |= pass_metrics(groups, sampling.n) if sampling.n > 1 else {}
         return {f"validation/{name}": value for name, value in metrics.items() if not name.endswith("/std")}

@@ -107,6 +107,14 @@ def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
     return metrics
 
 
+def pass_metrics(groups: list[RolloutGroup], n: int) -> dict[str, float]:
+    """`pass@<n>`: the share of groups of n samples of which one passes by the first reward function, among those whose
+    samples all have a value of it; nothing if there are none."""
+    name = next((name for g in groups for r in g.rollouts for name in r.rewards), "")
+    passed = [count > 0 for g in groups if len(g.rollouts) == n and (count := g.count_passed(name)) is not None]
+    return {f"pass@{n}": mean(passed)} if passed else {}
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Peak memory so far: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":

@@ -123,6 +123,10 @@ def _evaluation_flags(config: RunConfig) -> list[str]:
     defaults = recipes.RECIPES[task.name]("")
     if task.validation_prompts not in (0, defaults.task.validation_prompts):
         flags += ["--prompts", str(task.validation_prompts)]
+    if task.validation_samples > 1:
+        flags += ["--n", str(task.validation_samples)]
+        if config.sampling.temperature != defaults.sampling.temperature:
+            flags += ["--temperature", str(config.sampling.temperature)]
     if limit != defaults.sampling.max_completion_length:
         flags += ["--max-completion-length", str(limit)]
     return flags

@@ -202,7 +202,7 @@ class TrainingSession(Session):
         self.trainer.optimizer.keep_on_device(self.plan.terms.get(KEPT_STATE, 0))
         world.require_same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
-        self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        self.validation_sampling = validation_sampling(self.sampling, config.task.validation_samples)
         self.runtime.reserve(self.plan.pool)
         self.engine = self.new_engine(self.plan.cache_tokens, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
@@ -394,6 +394,13 @@ def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> Sampl
     stop_ids = () if config.ignore_eos or eos_token_id is None else (eos_token_id,)
     shared = {name: value for name, value in vars(config).items() if name != "num_generations"}
     return SamplingParams(n=config.num_generations, stop_token_ids=stop_ids, **shared)
+
+
+def validation_sampling(training: SamplingParams, samples: int) -> SamplingParams:
+    """The sampling parameters of a validation: greedy if it has one sample of a prompt, else those of training."""
+    if samples > 1:
+        return replace(training, n=samples)
+    return replace(training, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None = None) -> PromptLimit:

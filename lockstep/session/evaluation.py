@@ -229,11 +229,9 @@ def _summarize(
     per_problem = []  # the counts behind pass@k, in the order of the data
     counts = []  # (completions, those that pass) of each problem with a value for every completion
     for group in groups:
-        values = [value for r in group.rollouts if (value := r.rewards.get(decides)) is not None]
-        n, passed = len(group.rollouts), sum(value >= threshold for value in values)
-        has_all_values = len(values) == n
-        per_problem.append({"problem": group.group, "n": n, "passed": passed if has_all_values else None})
-        if has_all_values:
+        n, passed = len(group.rollouts), group.count_passed(decides, threshold)
+        per_problem.append({"problem": group.group, "n": n, "passed": passed})
+        if passed is not None:
             counts.append((n, passed))
     if len(counts) < len(groups):
         result["pass_left_out"] = len(groups) - len(counts)

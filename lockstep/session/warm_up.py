@@ -154,14 +154,18 @@ def _make_trainer_graphs(run: TrainingSession) -> None:
 def _make_generator_graphs(run: TrainingSession) -> None:
     local = run.world.generator_mesh.fsdp.max_local_items
     sequences = local(run.config.trainer.prompts_per_step) * run.sampling.n
-    run.engine.expect(max(sequences, local(run.config.task.validation_prompts)))
+    run.engine.expect(max(sequences, _validated_sequences(run)))
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
     _make_validation_graphs(run)
 
 
 def _make_validation_graphs(run: TrainingSession) -> None:
-    sequences = run.world.generator_mesh.fsdp.max_local_items(run.config.task.validation_prompts)
-    run.engine.warm_up(sequences, run.shapes[0].max_len, run.validation_sampling)
+    run.engine.warm_up(_validated_sequences(run), run.shapes[0].max_len, run.validation_sampling)
+
+
+def _validated_sequences(run: TrainingSession) -> int:
+    prompts = run.world.generator_mesh.fsdp.max_local_items(run.config.task.validation_prompts)
+    return prompts * run.validation_sampling.n
 
 
 def _batch_options(run: TrainingSession) -> dict[str, Any]:

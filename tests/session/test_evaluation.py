@@ -15,12 +15,13 @@ import pytest
 
 from lockstep import evaluate
 from lockstep.cli.main import main
-from lockstep.config import RunConfig, SamplingConfig, TaskConfig
+from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError, LockstepError
 from lockstep.rl.loop import Loop
 from lockstep.run.closing_lines import next_command
 from lockstep.session.build import build
 from lockstep.session.evaluation import normal_interval, pass_at_k, render, wilson_interval
+from lockstep.session.warm_up import prepare_validation
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -78,6 +79,23 @@ def with_environment(config: RunConfig, folder: Path, source: str) -> TaskConfig
     (folder / "played.py").write_text(f"from lockstep.environments import End, Environment\n\n\n{source}")
     name = source.removeprefix("class ").partition("(")[0]
     return replace(config.task, environment=f"{folder / 'played.py'}:{name}", reward=())
+
+
+def test_a_validation_of_several_samples_is_an_evaluation(config: RunConfig) -> None:
+    """The same samples of every problem, in graphs that were made before; one sample is greedy."""
+    n, compiled = 3, replace(config, compile=CompileConfig("step"))
+    run = build(replace(compiled, task=replace(config.task, validation_samples=n)))
+    prepare_validation(run)
+    found, result = Loop(run.config, run).validate(), evaluate(config, n=n, k=(n,))
+    assert run.runtime.recompiles == 0
+    assert [name for name in found if "pass@" in name] == [f"validation/pass@{n}"]
+    for name in ("reward/mean", f"pass@{n}", *(f"rewards/{name}/mean" for name in ("spread", "never", "sometimes"))):
+        assert found[f"validation/{name}"] == pytest.approx(result[name], rel=1e-12), name
+    greedy = evaluate(config)
+    assert greedy["reward/mean"] != result["reward/mean"]
+    assert Loop(run.config, build(config)).validate()["validation/reward/mean"] == pytest.approx(greedy["reward/mean"])
+    words = shlex.split(next_command(replace(run.config, sampling=SamplingConfig(temperature=0.5)), Path("r"), None))
+    assert words[words.index("--n") :][:4] == ["--n", "3", "--temperature", "0.5"]
 
 
 def test_an_environment_is_played(config: RunConfig, tmp_path: Path) -> None:

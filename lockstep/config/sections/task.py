@@ -92,7 +92,10 @@ class TaskConfig(Section):
     validation_split: str | None = None
     """Split of the validation rows, in `validation_data` or, without that, in `data`; by default `split`."""
     validation_prompts: int = between(0, 1 << 20, default=20)
-    """Prompts that a validation completes greedily; 0 turns validation off."""
+    """Prompts that a validation completes, greedily if once; 0 turns validation off."""
+    validation_samples: int = between(1, 1 << 16, default=1)
+    """Completions of each prompt in a validation. Several are drawn as in training; the means are over all of them, and
+    pass@N is the share of prompts that one of these N solves, with at least 1 of the first reward function."""
     validation_interval: int = at_least(0, default=0)
     """Validate every this many steps, as well as before and after training; 0: only before and after."""
 
@@ -134,8 +137,8 @@ class TaskConfig(Section):
         if self.name != "sum-digits":
             yield "easy", f"on {self.name}; remove it"
         if self.validation_prompts == 0:
-            for name in ("validation_data", "validation_split", "validation_interval", "validation_seed"):
-                yield name, "with task.validation_prompts 0, which turns validation off; remove it"
+            for name in ("data", "split", "interval", "samples", "seed"):
+                yield f"validation_{name}", "with task.validation_prompts 0, which turns validation off; remove it"
 
 
 def template_variables(assignments: tuple[str, ...], field: str = "task.chat_template_kwargs") -> dict[str, Any]:

@@ -42,7 +42,9 @@ def learning_charts(record: Record) -> list[Chart]:
         charts.append(_line_chart(title, [Series("reward", rewards, bands)], "reward/mean"))
     held_out = {name: points for name, points in record.validations.items() if name.startswith(_HELD_OUT_REWARDS)}
     if series := _finite(held_out):
-        charts.append(_line_chart("Held-out problems, greedy", series, "validation/..."))
+        samples = 1 if record.config is None else record.config.task.validation_samples
+        how = "greedy" if samples == 1 else f"{samples} samples each"
+        charts.append(_line_chart(f"Held-out problems, {how}", series, "validation/..."))
     for name in [name for name in record.validations if name not in held_out]:  # counts and what was logged
         if series := _finite({name: record.validations[name]}):
             title = title_of(name.removeprefix("validation/"))

@@ -65,7 +65,9 @@ class Workload:
     @property
     def sequences(self) -> int:
         """The most completions that this process's group generates at once, for training or validation."""
-        return max(self.trained_sequences, -(-self.config.task.validation_prompts // self.generator_groups))
+        task = self.config.task
+        validated = -(-task.validation_prompts // self.generator_groups) * task.validation_samples
+        return max(self.trained_sequences, validated)
 
     @property
     def trained_sequences(self) -> int:
