@@ -15,6 +15,7 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.linear.operator import linear, linear_fp32
+from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.logprobs.philox import sample_key
 from lockstep.ops.machine_check.inputs import make_products_cancel
 from lockstep.session.parity_check import CHECK_DOMAIN
@@ -77,6 +78,23 @@ def test_rows_of_larger_products_are_their_own_on_any_number_of_threads(dtype: t
     try:
         with using(None):
             assert changed_rows(ops.linear.__wrapped__, dtype, 12, (300, 3000, 500)) == 0
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_statistics_of_a_row_of_logits_alone_are_those_among_others(threads: int) -> None:
+    """torch divides the sum of a single row of more than 32,768 elements among threads."""
+    torch.manual_seed(0)
+    logits, temperature = 3 * torch.randn(60, 50_257), torch.full((60,), 0.8)
+    filters = ops.Filters(temperature, torch.zeros(60).int(), torch.ones(60), torch.zeros(60))
+    torch.set_num_threads(threads)
+    try:
+        whole = logprobs_reference.statistics(logits, filters, None, False, False)
+        for i in range(60):
+            own = ops.Filters(*(x[i : i + 1] for x in filters))
+            alone = logprobs_reference.statistics(logits[i : i + 1], own, None, False, False)
+            assert all(same_bits(x, y[i : i + 1]) for x, y in zip(alone, whole, strict=True))
     finally:
         torch.set_num_threads(1)
 

@@ -18,7 +18,7 @@ def statistics(
     logits_CV: Tensor, filters: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
 ) -> RowStatistics:
     """`RowStatistics` of the logits, float32 [C] each."""
-    lse_C = torch.logsumexp(logits_CV, dim=1)
+    lse_C = _log_sum_exp(logits_CV)
     threshold_C = torch.full_like(lse_C, -torch.inf)
     sampled_lse_C = lse_C
     if truncated or support_CB is not None or bool((filters.temperature_C != 1).any()):
@@ -28,13 +28,19 @@ def statistics(
         elif truncated:
             threshold_C = support_threshold(z_CV, *filters[1:])
             z_CV = z_CV.masked_fill(z_CV < threshold_C.unsqueeze(1), -torch.inf)
-        sampled_lse_C = torch.logsumexp(z_CV, dim=1)
+        sampled_lse_C = _log_sum_exp(z_CV)
     entropy_C = torch.zeros_like(lse_C)
     if with_entropy:
         p_CV = torch.exp(logits_CV - lse_C.unsqueeze(1))
         finite_CV = logits_CV.masked_fill(logits_CV == -torch.inf, 0.0)  # where p is 0
         entropy_C = lse_C - (p_CV * finite_CV).sum(dim=1)
     return RowStatistics(lse_C, sampled_lse_C, threshold_C, entropy_C)
+
+
+def _log_sum_exp(x_CV: Tensor) -> Tensor:
+    """Of each row. A single one is computed twice: torch would divide its sum among threads, which changes its bits."""
+    rows = x_CV.shape[0]
+    return torch.logsumexp(x_CV.expand(2, -1) if rows == 1 else x_CV, dim=1)[:rows]
 
 
 def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: RowStatistics) -> tuple[Tensor, Tensor]:
