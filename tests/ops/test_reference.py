@@ -70,14 +70,16 @@ def test_a_product_s_rows_are_their_own(dtype: torch.dtype) -> None:
         assert changed_rows(linear_fp32, dtype, 50) == 0
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_larger_products_are_their_own_on_any_number_of_threads(dtype: torch.dtype, threads: int) -> None:
-    """Libraries split the depth among threads by the number of rows, and multiply by tiles where a CPU has them."""
+    """Libraries split the depth among threads by the number of rows, and multiply by tiles where a CPU has them; where
+    a thread has few columns, its sums depend on the place of a row."""
     torch.set_num_threads(threads)
     try:
         with using(None):
             assert changed_rows(ops.linear.__wrapped__, dtype, 12, (300, 3000, 500)) == 0
+            assert changed_rows(ops.linear.__wrapped__, dtype, 40) == 0
     finally:
         torch.set_num_threads(1)
 
@@ -125,6 +127,25 @@ def test_attention_of_a_query_alone_is_that_among_others(group: int, head_dim: i
         q, ops.KVPages(k.unsqueeze(0), v.unsqueeze(0)), ops.Paged(table, steps, steps[1:], 1, 150)
     )
     assert same_bits(alone, packed)
+
+
+@pytest.mark.parametrize("head_dim", [20, 40, 72, 100])
+def test_attention_of_a_query_alone_is_that_among_others_on_several_threads(head_dim: int) -> None:
+    """A product of one key head is divided by columns among threads, and of few columns the sums are other ones."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(90, 4, head_dim), torch.randn(90, 1, head_dim), wide(90, 1, head_dim)
+    none, steps = torch.zeros(1, dtype=torch.int32), torch.arange(91, dtype=torch.int32)
+    cache, table = ops.KVPages(k.unsqueeze(0), v.unsqueeze(0)), torch.zeros(90, 1, dtype=torch.int32)
+    torch.set_num_threads(8)
+    try:
+        packed = attention_reference.packed(q, k, v, ops.Packed(steps[[0, 90]], none, none, 0))
+        decoded = attention_reference.paged(q, cache, ops.Paged(table, steps, steps[1:], 1, 90))
+        for i in range(90):
+            one = ops.Paged(table[:1], steps[:2], steps[i + 1 : i + 2], 1, 90)
+            alone = attention_reference.paged(q[i : i + 1], cache, one)
+            assert same_bits(alone, packed[i : i + 1]) and same_bits(alone, decoded[i : i + 1])
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

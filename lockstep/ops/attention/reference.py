@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..embedding.operator import accumulate_rows
-from ..linear.operator import MIN_COLUMNS
+from ..linear.operator import COLUMN_BLOCK
 from ..records import PLAIN, AttentionScores, KVPages, Packed, Paged
 
 KEY_TILE = 64
@@ -186,7 +186,7 @@ def _softmax_attention(q_BWNH: Tensor, keys: _Keys, key_rows_BL: Tensor, bias_BW
     rows = (key_rows_BL.unsqueeze(1) * kv_heads + _head_indices(kv_heads)).flatten()
     k = k_RKH.reshape(-1, head_dim).index_select(0, rows).float().view(-1, length, head_dim)
     v = v_RKH.reshape(-1, head_dim).index_select(0, rows).float().view(-1, length, head_dim)
-    v = F.pad(v, (0, MIN_COLUMNS - head_dim)) if head_dim < MIN_COLUMNS else v
+    v = F.pad(v, (0, -head_dim % COLUMN_BLOCK)) if head_dim % COLUMN_BLOCK else v
 
     scores = soft_cap(torch.bmm(q, k.transpose(1, 2)), scoring.softcap)
     scores[:, : width * group].view(blocks, kv_heads, width, group, length).add_(bias_BWL[:, None, :, None])

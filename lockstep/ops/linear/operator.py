@@ -2,7 +2,7 @@
 added to the accumulator in float32, before that rounding, as in cuBLAS's epilogue and therefore in `F.linear`.
 
 What makes a row's bits independent of other rows on a CPU was measured, not assumed (`docs/numerics.md`): products are
-computed in blocks of `ROW_BLOCK` rows, with at least `MIN_COLUMNS` columns and a depth of at least `MIN_DEPTH`.
+computed in blocks of `ROW_BLOCK` rows and a multiple of `COLUMN_BLOCK` columns, at a depth of at least `MIN_DEPTH`.
 
 Products fused with their neighbours have the same bits as the separate operators, in fewer kernels: each rounds where
 those round. With gradients enabled the separate ones run, because their backward passes are separate; otherwise one
@@ -25,7 +25,7 @@ from ..operator import SAME, operator
 from ..records import SILU
 
 ROW_BLOCK = 64  # one shape per weight: a library cuts a product, and may split its depth, according to the rows
-MIN_COLUMNS = 16  # measured: with fewer than 12, a row's bits change with the number of rows and with addresses
+COLUMN_BLOCK = 16  # measured: where a thread has fewer than 12, bits change with a row's place and with addresses
 MIN_DEPTH = 32  # torch has other code for bfloat16 products of at most 16 * 16 * 16 multiplications
 
 
@@ -47,11 +47,15 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
     if bias_N is not None:
         return (linear_fp32.on_cpu[x_TK.dtype](x_TK, weight_NK) + bias_N.float()).to(x_TK.dtype)
     (rows, depth), columns = x_TK.shape, weight_NK.shape[0]
-    deeper, wider = max(MIN_DEPTH - depth, 0), max(MIN_COLUMNS - columns, 0)  # zero padding
-    if deeper or wider:
-        weight_NK = F.pad(weight_NK, (0, deeper, 0, wider))
-    padded = F.pad(x_TK, (0, deeper, 0, -rows % ROW_BLOCK))
-    out = torch.cat([F.linear(block, weight_NK) for block in padded.split(ROW_BLOCK)])
+    deeper, last = max(MIN_DEPTH - depth, 0), columns % COLUMN_BLOCK
+    if deeper:
+        weight_NK = F.pad(weight_NK, (0, deeper))
+    weights = [weight_NK[: columns - last]] if last < columns else []
+    if last:  # only these columns are copied
+        weights.append(F.pad(weight_NK[columns - last :], (0, 0, 0, COLUMN_BLOCK - last)))
+    blocks = F.pad(x_TK, (0, deeper, 0, -rows % ROW_BLOCK)).split(ROW_BLOCK)
+    parts = [torch.cat([F.linear(block, weight) for block in blocks]) for weight in weights]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return out[:rows, :columns].contiguous()
 
 
