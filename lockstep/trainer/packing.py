@@ -194,14 +194,15 @@ def _split_by_prompt(
     group: RolloutGroup, needed: list[tuple[int, int]], limits: tuple[_Limits, _Limits], packing: Packing
 ) -> Iterator[tuple[RolloutGroup, int, int]]:
     """`group` cut into consecutive parts with one prompt, or one trajectory, each; with upper bounds of the tokens and
-    segments of each. `needed`: `_rows_and_branches` of each trajectory. `limits`: of the first part, and of others."""
+    segments of each. Prompts that the generator routed differently are two. `needed`: `_rows_and_branches` of each
+    trajectory. `limits`: of the first part, and of others."""
     part: list[Trajectory] = []
-    first: list[int] = []
+    first: tuple[list[int], list[int] | None] = [], None
     used, segments, room = 0, 1, limits[0]  # one segment for the prompt
     for trajectory, (rows, branches) in zip(group.rollouts, needed, strict=True):
-        prompt = trajectory.segments[0].token_ids
+        prompt = trajectory.segments[0].token_ids, trajectory.segments[0].route_digests
         same_prompt = bool(part) and packing.mode != "per_sample" and first == prompt
-        tokens = rows - len(prompt) if same_prompt and packing.share_prefix else rows
+        tokens = rows - len(prompt[0]) if same_prompt and packing.share_prefix else rows
         if part and not (same_prompt and segments + branches <= room.segments and used + tokens <= room.tokens):
             yield replace(group, rollouts=part), used, segments
             part, used, tokens, segments, room = [], 0, rows, 1, limits[1]

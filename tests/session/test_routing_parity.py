@@ -413,18 +413,19 @@ def test_the_experts_of_prompts_are_those_of_the_trainer(fields: dict[str, int],
 
 @pytest.mark.parametrize("capture", ["none", "step"])
 def test_one_prompt_token_with_other_experts_stops_the_update(capture: str) -> None:
+    """Also where the prompt's other samples had the right ones."""
     model, runtime = make_model(torch.float32, config=MOE), runtime_of(capture)
     prompts, sampling = requests(3, length=8)
     completions = generate(Engine(SharedWeights(model), GeneratorConfig(), 16384), prompts, sampling)
     groups = train_groups(prompts, sampling, completions)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     before = trainer.flat.data.clone()
-    for planted in (1, 0):
-        groups[1].rollouts[0].prompt.route_digests[2] ^= planted  # type: ignore[index]
+    for sample, planted in ((0, 1), (1, 1), (1, 0)):
+        groups[1].rollouts[sample].prompt.route_digests[2] ^= planted  # type: ignore[index]
         for batch in pack(groups, max_tokens=4096, check_parity=True):
             trainer.forward_backward(batch)
         result = trainer.optim_step(1e-2)
-        groups[1].rollouts[0].prompt.route_digests[2] ^= planted  # type: ignore[index]
+        groups[1].rollouts[sample].prompt.route_digests[2] ^= planted  # type: ignore[index]
         assert result.tokens_different == 0 and result.routing
         assert result.routing.prompt_tokens_different == planted and result.applied == result.identical == (not planted)
         assert torch.equal(trainer.flat.data, before) == bool(planted)
