@@ -208,7 +208,8 @@ def _cpu_product_agrees(p: Product, dtype: torch.dtype) -> bool:
 
 
 def fingerprint(device: torch.device, dtype: torch.dtype) -> str:
-    """A key of what the bits depend on: package, versions, machine, device, and on a CPU the build of the operators."""
-    on_gpu = device.type == "cuda"
-    about = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_build()}\n{torch.__config__.show()}"
+    """A key of what the bits depend on: package, versions, machine, device, and on a CPU the build of the operators and
+    the number of threads."""
+    on_cpu = cpu_build(), torch.get_num_threads(), torch.__config__.show()
+    about = torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu
     return cache_fingerprint.key("machine check", dtype, about, *linear_choice.registered, device=device.type)

@@ -196,10 +196,13 @@ def test_a_replaced_product_is_computed_by_the_chain(folder, biased):
     assert {p, Product("linear", 300, 64, 32)} <= set(machine_check.computed_products())
 
 
-def test_a_verdict_is_kept_for_these_versions_and_this_dtype(folder, monkeypatch):
+def test_a_verdict_is_kept_for_these_versions_threads_and_this_dtype(folder, monkeypatch):
     first = check(folder)
     monkeypatch.setattr(machine_check, "_check_shape", lambda *_: pytest.fail("checked again"))
     assert check(folder) == first
+    with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception):
+        patch.setattr(torch, "get_num_threads", lambda: 9)
+        check(folder)
     with pytest.raises(pytest.fail.Exception):
         check(folder, torch.bfloat16)
     monkeypatch.setattr(torch, "__version__", "3.0")
