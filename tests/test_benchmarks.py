@@ -21,7 +21,7 @@ from calls import wrong_calls
 from processes import DEADLINE, finished, on_ranks, running, said_by_a_script, wait_for
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NO_SCRIPTS = {"common", "http_clients", "lengths", "ops_common", "ops_attention", "parts", "targets"}
+NO_SCRIPTS = {"common", "http_clients", "lengths", "linear_tiles", "ops_common", "ops_attention", "parts", "targets"}
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NO_SCRIPTS)
 
 

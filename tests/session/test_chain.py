@@ -217,14 +217,15 @@ def test_stock_attention_is_caught(engine_of: EngineOf, monkeypatch: pytest.Monk
 
 def test_a_wrong_plan_is_caught(engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator whose decode takes smaller key tiles than its prefill and the trainer."""
-    decode = attention_reference._decode
+    attend = attention_reference._softmax_attention
 
-    def halved(*arguments):
+    def halved(q_BWNH, *others):
         with monkeypatch.context() as patch:
-            patch.setattr(attention_reference, "KEY_TILE", 32)
-            return decode(*arguments)
+            if q_BWNH.shape[1] == 1:
+                patch.setattr(attention_reference, "KEY_TILE", 32)
+            return attend(q_BWNH, *others)
 
     model = make_model(torch.float32)
     with using(None):
-        monkeypatch.setattr(attention_reference, "_decode", halved)
+        monkeypatch.setattr(attention_reference, "_softmax_attention", halved)
         assert _against_the_trainer(model, engine_of(model)) > 0

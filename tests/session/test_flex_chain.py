@@ -67,10 +67,7 @@ def test_no_schedule_or_packing_changes_a_bit(name: str, dtype: torch.dtype, eng
 
 def test_captured_is_eager_and_parity_holds_over_updates() -> None:
     name = "window and mask, experts"
-    runs = [
-        rounds(MODELS[name][0], capture, torch.bfloat16, model=model_of(name, torch.bfloat16))
-        for capture in ("none", "step")
-    ]
+    runs = [rounds(model_of(name, torch.bfloat16), capture) for capture in ("none", "step")]
     assert runs[0] == runs[1]
     completions, different = runs[0]
     assert different == [0, 0, 0]
@@ -96,7 +93,7 @@ def test_native_windows_in_every_schedule(engine_of: EngineOf) -> None:
 
 
 def test_native_windows_captured_and_over_updates() -> None:
-    runs = [rounds(WINDOW, capture, torch.float32) for capture in ("none", "step")]
+    runs = [rounds(make_model(torch.float32, config=WINDOW), capture) for capture in ("none", "step")]
     assert runs[0] == runs[1] and runs[0][1] == [0, 0, 0]
 
 

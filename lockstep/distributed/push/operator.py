@@ -23,7 +23,7 @@ from .. import torch_private
 
 @operator(
     cuda="triton:push_columns",
-    fake=lambda x, ranks, _, to_owners: x.new_empty(len(x) // ranks if to_owners else len(x), ranks * x.shape[1]),
+    fake=lambda x, ranks, _, to_owners: x.new_empty(x.shape[0] // (ranks if to_owners else 1), ranks * x.shape[1]),
 )
 def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
     """All ranks' columns side by side, in rank order: of all rows, or of this rank's share of the rows. Nothing is

@@ -215,7 +215,7 @@ def test_an_entry_of_a_table_and_a_functions_own_code_are_seen(monkeypatch: pyte
         "Layout.of": vars(Layout)["of"].__func__,
         "Layout.size": vars(Layout)["size"].fget,
         "Policy.tool_format": vars(Policy)["tool_format"].func,
-        "reference._page_offsets": attention_reference._page_offsets.__wrapped__,
+        "reference._head_indices": attention_reference._head_indices.__wrapped__,
     }
     for name, function in wrapped_functions.items():
         with monkeypatch.context() as patch:
