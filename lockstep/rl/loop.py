@@ -344,15 +344,15 @@ class Loop:
         return result
 
     def validate(self, selection: bool = False) -> dict[str, float]:
-        """Complete the validation problems, or with `selection` those that end a warm-up. Returns the mean reward, the
-        mean of each reward function, with several samples a problem pass@n, and counts that are not 0."""
+        """Complete the validation problems, or with `selection`, greedily, those that end a warm-up. Returns the mean
+        reward, the mean of each reward function, with several samples a problem pass@n, and counts that are not 0."""
         task = self.run.task
         if not task.rewards.rewards and self.config.task.environment is None:
             return {}  # nothing would score them
         problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
         if not problems:
             return {}
-        sampling = self.run.validation_sampling
+        sampling = self.run.selection_sampling if selection else self.run.validation_sampling
         groups, _, counts, _ = self._collect_problems(problems, sampling, VALIDATION_DOMAIN, 0)
         metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
         metrics |= pass_metrics(groups, sampling.n) if sampling.n > 1 else {}

@@ -27,7 +27,7 @@ def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
     began, losses = time.monotonic(), list[float]()
     validation: dict[str, dict[str, float]] = {}
     if t.warmup_reward:
-        prepare_validation(loop.run)
+        prepare_validation(loop.run, loop.run.selection_sampling)
     for step in range(t.warmup_steps):
         reraise_received()
         losses.append(loop.warmup_step(step).loss)

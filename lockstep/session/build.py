@@ -203,6 +203,7 @@ class TrainingSession(Session):
         world.require_same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
         self.validation_sampling = validation_sampling(self.sampling, config.task.validation_samples)
+        self.selection_sampling = validation_sampling(self.sampling, 1)  # of problems that end a warm-up
         self.runtime.reserve(self.plan.pool)
         self.engine = self.new_engine(self.plan.cache_tokens, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)

@@ -20,6 +20,7 @@ from ..ops.linear import choice as linear_choice
 from ..ops.linear.choice import Kind
 from ..ops.machine_check import check as machine_check
 from ..ops.native import library
+from ..types import SamplingParams
 from .build import Session, TrainingSession
 from .kernel_lists import KEPT_LISTS, remember_kernel_list, step_settings
 
@@ -83,13 +84,13 @@ def warm_up(run: TrainingSession) -> None:
         remember_kernel_list(run.config, kernels)
 
 
-def prepare_validation(run: TrainingSession) -> None:
+def prepare_validation(run: TrainingSession, sampling: SamplingParams) -> None:
     """Make the graphs that complete held-out problems before all others, compiling their kernels in parallel."""
     if not run.runtime.eager:
         if run.policy.model.embed.is_cuda:
-            _compile_kernels(run, lambda _: _make_validation_graphs(run))
+            _compile_kernels(run, lambda _: _make_validation_graphs(run, sampling))
         with run.runtime.warm_up.make_graphs():
-            _make_validation_graphs(run)
+            _make_validation_graphs(run, sampling)
 
 
 def make_ready(
@@ -154,18 +155,17 @@ def _make_trainer_graphs(run: TrainingSession) -> None:
 def _make_generator_graphs(run: TrainingSession) -> None:
     local = run.world.generator_mesh.fsdp.max_local_items
     sequences = local(run.config.trainer.prompts_per_step) * run.sampling.n
-    run.engine.expect(max(sequences, _validated_sequences(run)))
+    run.engine.expect(max(sequences, _validated_sequences(run, run.validation_sampling)))
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
-    _make_validation_graphs(run)
+    _make_validation_graphs(run, run.validation_sampling)
 
 
-def _make_validation_graphs(run: TrainingSession) -> None:
-    run.engine.warm_up(_validated_sequences(run), run.shapes[0].max_len, run.validation_sampling)
+def _make_validation_graphs(run: TrainingSession, sampling: SamplingParams) -> None:
+    run.engine.warm_up(_validated_sequences(run, sampling), run.shapes[0].max_len, sampling)
 
 
-def _validated_sequences(run: TrainingSession) -> int:
-    prompts = run.world.generator_mesh.fsdp.max_local_items(run.config.task.validation_prompts)
-    return prompts * run.validation_sampling.n
+def _validated_sequences(run: TrainingSession, sampling: SamplingParams) -> int:
+    return run.world.generator_mesh.fsdp.max_local_items(run.config.task.validation_prompts) * sampling.n
 
 
 def _batch_options(run: TrainingSession) -> dict[str, Any]:

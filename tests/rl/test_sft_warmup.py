@@ -35,6 +35,14 @@ def test_the_held_out_reward_ends_it(tmp_path: Path) -> None:
     assert warmup["validation"]["2"].keys() == validation["0"].keys()
 
 
+def test_what_ends_it_is_greedy_however_a_validation_samples(tmp_path: Path) -> None:
+    flags = "--trainer.warmup-reward", "1e6", "--trainer.warmup-interval", "7"
+    greedy, _ = warmed_up(tmp_path / "greedy", *flags)
+    sampled, validation = warmed_up(tmp_path / "sampled", *flags, "--task.validation-samples", "3")
+    assert sampled["validation"] == greedy["validation"]
+    assert "validation/pass@3" in validation["0"]
+
+
 def test_a_reward_that_is_not_reached_leaves_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(Timings, "report_progress", lambda _, detail: told.append(detail))

@@ -85,7 +85,7 @@ def test_a_validation_of_several_samples_is_an_evaluation(config: RunConfig) -> 
     """The same samples of every problem, in graphs that were made before; one sample is greedy."""
     n, compiled = 3, replace(config, compile=CompileConfig("step"))
     run = build(replace(compiled, task=replace(config.task, validation_samples=n)))
-    prepare_validation(run)
+    prepare_validation(run, run.validation_sampling)
     found, result = Loop(run.config, run).validate(), evaluate(config, n=n, k=(n,))
     assert run.runtime.recompiles == 0
     assert [name for name in found if "pass@" in name] == [f"validation/pass@{n}"]

@@ -32,6 +32,7 @@ from lockstep.session import kernel_lists
 from lockstep.session import warm_up as session_warm_up
 from lockstep.session.build import Session, TrainingSession, build
 from lockstep.timings import Timings
+from lockstep.types import SamplingParams
 
 
 def config_of(parity: str = "strict", captured: bool = False, model: Path | None = None) -> RunConfig:
@@ -186,11 +187,12 @@ def test_of_a_hosts_processes_the_first_compiles_ahead_of_validation_too(monkeyp
 
     preload = lambda kernels: done.append([*kernels])  # noqa: E731
     warm_up = SimpleNamespace(rehearsal=rehearsal, make_graphs=nullcontext, preload=preload)
-    monkeypatch.setattr(session_warm_up, "_make_validation_graphs", lambda _: done.append("made"))
+    monkeypatch.setattr(session_warm_up, "_make_validation_graphs", lambda *_: done.append("made"))
     policy = SimpleNamespace(model=SimpleNamespace(embed=SimpleNamespace(is_cuda=True)))
     world = SimpleNamespace(local_rank=local_rank, gather=lambda _: done.append("gathered"))
     runtime = SimpleNamespace(eager=False, warm_up=warm_up)
-    session_warm_up.prepare_validation(SimpleNamespace(runtime=runtime, policy=policy, world=world))  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(runtime=runtime, policy=policy, world=world)
+    session_warm_up.prepare_validation(run, SamplingParams())
     assert done == [local_rank == 0, "made", "gathered", *[["kernel"]] * local_rank, "made"]
 
 
