@@ -279,9 +279,9 @@ def _fingerprint(data: str | None) -> dict[str, Any] | None:
     path = Path(os.path.expanduser(data or ""))
     if data is None or not path.exists():
         return None
-    # without hidden files and the cache files that `datasets` keeps beside the rows
-    beside = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith((".", "cache-")))
-    files = [path] if path.is_file() else sorted(beside)
+    # without hidden files and what `datasets` keeps beside rows, and Python beside a package's modules
+    beside = (f for f in path.rglob("*") if f.is_file() and not f.name.startswith((".", "cache-")))
+    files = [path] if path.is_file() else sorted(f for f in beside if f.parent.name != "__pycache__")
     try:
         found = hash_files(path, [str(file.relative_to(path)) for file in files])
     except OSError as error:

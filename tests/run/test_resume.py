@@ -43,6 +43,8 @@ def test_a_folder_is_its_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).unlink()
     (tmp_path / "cache-1.arrow").write_text("what datasets keeps")
     (tmp_path / ".lock").write_text("")
+    (tmp_path / "deep" / "__pycache__").mkdir()  # of a package, with the time of its module
+    (tmp_path / "deep" / "__pycache__" / "own.cpython-311.pyc").write_text("")
     assert recorded(tmp_path) == first
 
 
