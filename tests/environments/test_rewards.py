@@ -6,9 +6,11 @@ import asyncio
 import ctypes
 import inspect
 import math
+import os
 import re
 import socket
 import sys
+import threading
 from decimal import Decimal
 from typing import Any
 
@@ -370,6 +372,20 @@ def test_a_connection_that_an_async_function_keeps_is_open_in_the_next_call(insi
         for expected in ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]):
             theirs.sendall("".join(f"{value}\n" for value in expected).encode())
             assert (asyncio.run(called()) if inside else score(reads)).totals == expected
+
+
+def test_threads_that_ended_leave_no_event_loop_open() -> None:
+    files = []
+
+    def counts_after_a_call() -> None:
+        assert score(slow_half).totals == [0.5] * 3
+        files.append(len(os.listdir("/dev/fd")))
+
+    for _ in range(4):
+        thread = threading.Thread(target=counts_after_a_call)
+        thread.start()
+        thread.join()
+    assert files == files[:1] * 4
 
 
 def test_an_interrupt_ends_the_other_async_functions() -> None:

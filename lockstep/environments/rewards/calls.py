@@ -209,12 +209,10 @@ def _run_concurrently(coroutines: list[Any]) -> list[Any]:
         return await asyncio.gather(*coroutines)
 
     def run() -> list[Any]:
-        runner = _runner()
         try:
-            return runner.run(gather())
+            return _runner().run(gather())
         except BaseException as error:  # not raised by a function, as those are results
-            del _of_thread.runner
-            runner.close()  # which ends the other functions
+            _close(threading.current_thread())  # which ends the other functions
             if not isinstance(error, RuntimeError):
                 raise
             reason = f"did not finish, as an async reward stopped the event loop that they share ({error})"
@@ -227,16 +225,23 @@ def _run_concurrently(coroutines: list[Any]) -> list[Any]:
     return _thread_without_loop().submit(run).result()  # the caller is inside a loop, as in a notebook
 
 
-_of_thread = threading.local()
+_runners: dict[threading.Thread, asyncio.Runner] = {}
+atexit.register(lambda: _close(*_runners))
 
 
 def _runner() -> asyncio.Runner:
     """This thread's. Its event loop stays open between calls, as connections that a function keeps belong to it."""
-    if not hasattr(_of_thread, "runner"):
-        _of_thread.runner = asyncio.Runner()
-        atexit.register(_of_thread.runner.close)
-    runner: asyncio.Runner = _of_thread.runner
-    return runner
+    thread = threading.current_thread()
+    if thread not in _runners:
+        _close(*(other for other in [*_runners] if not other.is_alive()))
+        _runners[thread] = asyncio.Runner()
+    return _runners[thread]
+
+
+def _close(*threads: threading.Thread) -> None:
+    for thread in threads:
+        if runner := _runners.pop(thread, None):
+            runner.close()
 
 
 @cache
