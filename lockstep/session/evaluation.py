@@ -17,10 +17,12 @@ from ..environments.collect import LOGGED_PREFIX
 from ..environments.environment import SingleTurn, environment_metrics
 from ..environments.episodes import SampleOutput, Sampler
 from ..environments.ranks.rollouts import RolloutHolders
+from ..environments.rewards.calls import check_value
 from ..errors import refuse
 from ..generator import Engine
 from ..trainer.shapes import PROMPT_MARGIN
 from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
+from ..user_functions import one_line
 from .build import training_sampling
 from .generate import LLM, check_sampling, require_finite_logprobs
 from .text.policy import Policy
@@ -130,7 +132,7 @@ def run_evaluation(
     decides = names[0] if settings.pass_reward is None else settings.pass_reward
     refuse(decides not in names, f"pass_reward {decides}: the rewards are {', '.join(names)}")
     result = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
-    result |= _summarize(groups, ks, decides, settings.pass_threshold, names)
+    result |= _summarize(groups, ks, decides, float(settings.pass_threshold), names)
     result |= {name: value for name, value in metrics.items() if name not in result}
     counts["groups_without_reward"] = len(problems) - len(groups)  # with those whose environment failed
     told = ("environment/errors", "groups_without_reward", *(f"{_REWARD_ERRORS}{reward}" for reward in names))
@@ -147,8 +149,8 @@ def _require_ks(settings: EvaluationSettings) -> list[int]:
     ks = sorted(set(settings.k)) or [2**i for i in range(n.bit_length())]
     listed = ", ".join(map(str, ks))
     refuse(not 1 <= ks[0] <= ks[-1] <= n, f"k is {listed}; each must be between 1 and n, which is {n}")
-    is_finite = isinstance(threshold, (int, float)) and math.isfinite(threshold)
-    refuse(not is_finite, f"pass_threshold is {threshold!r}; it must be a finite number")
+    is_reward = isinstance(check_value(threshold), float)
+    refuse(not is_reward, f"pass_threshold is {one_line(threshold, repr)}; it must be a finite number")
     return ks
 
 

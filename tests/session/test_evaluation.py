@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from lockstep import evaluate
@@ -190,7 +191,8 @@ def test_an_evaluation_counts_what_passed(config: RunConfig) -> None:
     assert result["rewards/spread/mean"] == pytest.approx((sum(counts) + 0.5 * (24 - sum(counts))) / 24)
     assert result["pass_reward"] == "spread" and "pass@2" not in result
     assert evaluate(config, n=4, k=(1, 4)) == result  # and again, the same
-    assert evaluate(config, n=4, pass_threshold=0.5)["pass@1"] == 1.0
+    lenient = evaluate(config, n=4, pass_threshold=np.float32(0.5))
+    assert lenient["pass@1"] == 1.0 and json.loads(json.dumps(lenient))["pass_threshold"] == 0.5
 
 
 def noted(completions, log_metric, **_):
@@ -236,6 +238,7 @@ def test_the_deciding_reward_and_problems_it_does_not_apply_to(config: RunConfig
         ({"n": 4, "k": 2.0}, "^k is 2.0; each must be a whole number"),
         ({"pass_threshold": float("nan")}, "^pass_threshold is nan; it must be a finite number"),
         ({"pass_threshold": "1"}, "^pass_threshold is '1'; it must be a finite number"),
+        ({"pass_threshold": 10**400}, r"^pass_threshold is 10+\.\.\.; it must be a finite number"),
         ({"progress": True}, "^progress is True; give a file to write to, such as sys.stderr"),
         ({"n": 2, "temperature": 0.0}, "^temperature is 0, which gives 2 equal completions; raise it, or leave n at 1"),
         ({"pass_reward": "correct"}, "^pass_reward correct: the task's reward functions are spread, never, sometimes"),
