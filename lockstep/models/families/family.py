@@ -134,8 +134,8 @@ class Family:
         """The decoders that `golden` describes."""
         if self.golden is not None:
             return self.golden(config, odd)
-        layers = [replace(one.first_layers(2), vocab_size=509, hidden_size=131) for one in self.architectures.values()]
-        return {"layers": layers[0]} if layers else {}
+        first = next(iter(self.architectures.values()), None)
+        return {} if first is None else {"layers": replace(first.first_layers(2), vocab_size=509, hidden_size=131)}
 
     def supports(self, name: str, value: Any) -> bool:
         """Whether the family supports this value of a field that only some families read."""
