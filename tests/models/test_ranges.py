@@ -20,6 +20,7 @@ from lockstep.cache import tensor_file
 from lockstep.distributed.mesh import Axis, Mesh
 from lockstep.errors import InputError
 from lockstep.models import Decoder, FolderWeights, ResidentWeights, load_part, save_model
+from lockstep.models.blocks import mxfp4
 from lockstep.models.checks import require_divisible
 from lockstep.models.init import ARCHITECTURES, RandomWeights, initialize
 from lockstep.models.parts import TensorRange, tensors_of
@@ -107,6 +108,13 @@ def test_fused_projections_of_heads_that_are_partly_rotated_are_divided(tmp_path
             load_part(x, torch.float32, "cpu", mesh) for x in (FolderWeights(tmp_path), ResidentWeights(whole))
         )
         assert all(map(torch.equal, part.parameters(), expected.parameters()))
+
+
+def test_a_scale_is_any_power_of_two_or_no_number() -> None:
+    blocks, scales = torch.full((1, 256, 1, 16), 0x22, dtype=torch.uint8), torch.arange(256, dtype=torch.uint8)
+    ones = mxfp4.dequantize(blocks, scales.view(1, 256, 1))[0].double()
+    assert torch.equal(ones[:, :255], 2.0 ** torch.arange(-127, 128).double().expand(32, -1))
+    assert ones[:, 255].isnan().all()
 
 
 def test_a_rank_reads_its_part_of_weights_of_4_bits(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     values = torch.tensor((*_MAGNITUDES, *(-x for x in _MAGNITUDES)), dtype=torch.bfloat16)
     powers = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).bfloat16()
+    powers[255] = torch.nan
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     numbers = values.to(blocks.device)[halves.int()] * powers.to(blocks.device)[scales.int()].unsqueeze(-1)
     return numbers.flatten(-2).transpose(-1, -2)
