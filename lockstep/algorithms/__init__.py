@@ -8,7 +8,7 @@ from ..errors import refuse
 from .algorithm import Algorithm as Algorithm
 from .policy_terms import TokenValues as TokenValues
 from .sft import SFT
-from .user import learns_from_single_samples as learns_from_single_samples
+from .user import learns_from as learns_from
 from .user import user_algorithm
 
 SUPERVISED = "sft"  # for warm-up steps

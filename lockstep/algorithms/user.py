@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..config import READ_BY, LossConfig
 from ..errors import InputError, refuse
 from ..user_functions import load_function, one_line
+from .advantage import Rewards
 from .algorithm import Algorithm
 from .policy_terms import TokenValues
 
@@ -53,10 +54,10 @@ def user_algorithm(config: LossConfig) -> Algorithm:
     return algorithm
 
 
-def learns_from_single_samples(algorithm: Algorithm, config: LossConfig) -> bool:
-    """Whether a prompt's only sample can have an advantage other than 0. An algorithm that raises for it has none."""
+def learns_from(algorithm: Algorithm, config: LossConfig, rewards: Rewards) -> bool:
+    """Whether a sample of these groups can have an advantage other than 0. One that raises for them has none."""
     try:
-        return algorithm.has_token_advantages or any(chain(*algorithm.advantages(config, [[0.0], [1.0]])))
+        return algorithm.has_token_advantages or any(chain(*algorithm.advantages(config, rewards)))
     except Exception:
         return False
 

@@ -99,7 +99,7 @@ class RunConfig(Section):
             f"that {'a trajectory' if self.task.turns > 1 else 'a completion'} may sample",
         )
         refuse(
-            self.task.name == "dataset" and not self.task.reward and lo.needs_rewards and not self.task.environment,
+            self.task.is_unrewarded and lo.needs_rewards,
             "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
         )
         refuse(

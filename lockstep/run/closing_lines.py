@@ -29,7 +29,7 @@ def describe_learning(
     if rewards and not updates:
         masked = " or its completions are cut off and masked" * config.loss.mask_truncated_completions
         return f"nothing: no update was made in any step; where a prompt's rewards are all equal{masked} there is none"
-    if _is_unrewarded(config):
+    if config.task.is_unrewarded:
         return "nothing is rewarded; the loss is in the report"
     if not validations and not rewards:
         return f"{'only from worked examples' if warmed_up else 'nothing'}: no step was done"
@@ -51,10 +51,6 @@ def _describe_rewards(rewards: Sequence[float]) -> str:
     count = min(_STEPS_AVERAGED, len(rewards) // 2)
     first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
     return f"reward {first:.3g} -> {last:.3g}, the first and last {'step' if count == 1 else f'{count} steps'}"
-
-
-def _is_unrewarded(config: RunConfig) -> bool:
-    return config.task.name == "dataset" and not config.task.reward and not config.task.environment
 
 
 def _format_value(value: float | None, is_share: bool) -> str:
@@ -80,7 +76,7 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
         asked = f"{_give('--prompt', prompt)} --max-completion-length {limit}{stop}"
         return f"lockstep generate --model {model} {asked}"
     unplayed = config.steps == 0 and task.name == "dataset" and not task.reward  # an environment may give no reward
-    if _is_unrewarded(config) or unplayed or task.filter_overlong_prompts:  # an evaluation may have other limits
+    if config.task.is_unrewarded or unplayed or task.filter_overlong_prompts:  # an evaluation may have other limits
         return f"lockstep chat --model {model}{_chat_flags(task)}"
     return f"lockstep eval --model {model} {shlex.join(_evaluation_flags(config))}{stop}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..algorithms import learns_from_single_samples, make_algorithm
+from ..algorithms import Algorithm, learns_from, make_algorithm
 from ..config import (
     SINGLE_SAMPLES,
     CompileConfig,
@@ -361,8 +361,8 @@ def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
 def resolve_for_device(config: RunConfig, ranks: int, device: torch.device, steps: bool = True) -> RunConfig:
     """`resolve` for a device that need not be present."""
     algorithm = make_algorithm(config.loss)  # load and try a user's algorithm before anything slow
-    single = config.sampling.num_generations == 1 and config.trainer.skip_zero_variance
-    refuse(single and not learns_from_single_samples(algorithm, config.loss), SINGLE_SAMPLES)
+    if config.trainer.skip_zero_variance:
+        _require_advantages(algorithm, config)
     resolve_dtype(config.dtype, device)
     compile = resolve_compile(config.compile, device.type == "cuda")
     refuse(
@@ -380,6 +380,21 @@ def resolve_for_device(config: RunConfig, ranks: int, device: torch.device, step
         return resolve_parallel(config, ranks)
     require_ranks(config, ranks)
     return config
+
+
+def _require_advantages(algorithm: Algorithm, config: RunConfig) -> None:
+    """Raise `InputError` if every advantage would be 0: of a prompt's only sample, or without rewards."""
+    single = config.sampling.num_generations == 1
+    refuse(single and not learns_from(algorithm, config.loss, [[0.0], [1.0]]), SINGLE_SAMPLES)
+    if config.task.is_unrewarded:
+        most = config.max_sampled_length
+        penalties = [algorithm.penalty(config.loss, length, most) for length in (1, most)]
+        refuse(
+            not learns_from(algorithm, config.loss, [penalties]),
+            f"task.reward is missing: without rewards every advantage of {config.loss.loss_type} is zero, and with "
+            "trainer.skip_zero_variance nothing is trained; give --reward MODULE:FUNCTION, or the class other "
+            "advantages",
+        )
 
 
 def make_runtime(

@@ -289,6 +289,34 @@ def test_one_sample_a_prompt_is_refused_if_its_advantage_is_always_0(tmp_path: P
             resolve(config)
 
 
+PUPILS = """
+from lockstep.algorithms.algorithm import Algorithm
+from lockstep.algorithms.distillation import Distillation
+
+class Pupil(Distillation):
+    pass
+
+class OfGroup(Distillation):
+    advantages = Algorithm.advantages
+
+class Brief(OfGroup):
+    def penalty(self, config, length, max_completion_length):
+        return -length / max_completion_length
+"""
+
+
+@pytest.mark.parametrize("name, learns", [("Pupil", True), ("OfGroup", False), ("Brief", True)])
+def test_a_teacher_without_rewards_is_refused_if_every_advantage_is_0(tmp_path: Path, name: str, learns: bool) -> None:
+    (tmp_path / "own.py").write_text(PUPILS)
+    loss, task = LossConfig(f"{tmp_path / 'own.py'}:{name}", teacher="a folder"), TaskConfig(name="dataset", data="x")
+    config = validate(RunConfig(loss=loss, task=task, device="cpu"))
+    if learns:
+        assert resolve(config).loss == loss
+    else:
+        with pytest.raises(InputError, match=r"task\.reward is missing: without rewards every advantage of .*OfGroup"):
+            resolve(config)
+
+
 OWN = """
 from lockstep.algorithms.distillation import Distillation
 from lockstep.algorithms.ppo import PPO

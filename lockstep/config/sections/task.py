@@ -120,6 +120,11 @@ class TaskConfig(Section):
         """The most completions that a trajectory may have."""
         return self.max_turns if self.environment or self.tools else 1
 
+    @property
+    def is_unrewarded(self) -> bool:
+        """Whether neither functions nor an environment reward anything."""
+        return self.name == "dataset" and not self.reward and not self.environment
+
     def ineffective_fields(self) -> Iterator[tuple[str, str]]:
         if self.environment is None and not self.tools:
             for name in ("max_turns", "max_response_length", "environment_timeout", "max_environment_failures"):
