@@ -150,7 +150,7 @@ class Loop:
         if kl:
             metrics["kl"] = math.fsum(chain.from_iterable(kl.values())) / sum(map(len, kl.values()))
         self.excluded_groups = without_reward
-        return counts | metrics | critic_metrics, groups
+        return metrics | counts | critic_metrics, groups  # an environment's replace none of these
 
     def _raise_if_asked_to_end(self, delay: SignalDelay, prompts_used: int) -> None:
         """Raise `EndRequested` after a signal, which processes started by rewards or environments may have got too."""

@@ -121,14 +121,14 @@ def test_metrics_of_an_environment_replace_nothing_that_was_measured(config: Run
     source = (
         "class Names(Environment):\n    def step(self, turn):\n        return End(1.0)\n\n"
         "    @classmethod\n    def metrics(cls, trajectories):\n"
-        "        return {'n': 0.5, 'reward/mean': 0.5, 'grad_norm': -1.0, 'mine': 0.5}\n"
+        "        return dict.fromkeys(('n', 'reward/mean', 'grad_norm', 'updates', 'mine'), 0.5)\n"
     )
     task = replace(with_environment(config, tmp_path, source), validation_prompts=2)
     result = evaluate(replace(config, task=task))
     assert (result["n"], result["reward/mean"], result["mine"]) == (1, 1.0, 0.5)
     run = build(replace(config, task=task))
     metrics, _ = Loop(run.config, run).step(0)
-    assert (metrics["reward/mean"], metrics["mine"]) == (1.0, 0.5) and metrics["grad_norm"] >= 0
+    assert [metrics[name] for name in ("reward/mean", "grad_norm", "updates", "mine")] == [1.0, 0.0, 0, 0.5]
 
 
 def test_a_sample_whose_environment_failed_is_left_out(config: RunConfig, tmp_path: Path) -> None:
