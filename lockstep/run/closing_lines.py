@@ -114,7 +114,8 @@ def _evaluation_flags(config: RunConfig) -> list[str]:
             flags.append(str(value))
     if task.data and task.validation_prompts and not (task.validation_data or task.validation_split):
         flags.append("--held-out")
-    if task.environment and config.seed != RunConfig.seed:  # environments begin from it
+    drawn = task.environment or task.validation_samples > 1  # environments begin from the seed, and samples are drawn
+    if drawn and config.seed != RunConfig.seed:
         flags += ["--seed", str(config.seed)]
     defaults = recipes.RECIPES[task.name]("")
     if task.validation_prompts not in (0, defaults.task.validation_prompts):

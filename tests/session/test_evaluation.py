@@ -95,8 +95,10 @@ def test_a_validation_of_several_samples_is_an_evaluation(config: RunConfig) -> 
     greedy = evaluate(config)
     assert greedy["reward/mean"] != result["reward/mean"]
     assert Loop(run.config, build(config)).validate()["validation/reward/mean"] == pytest.approx(greedy["reward/mean"])
-    words = shlex.split(next_command(replace(run.config, sampling=SamplingConfig(temperature=0.5)), Path("r"), None))
+    other = replace(run.config, sampling=SamplingConfig(temperature=0.5), seed=7)
+    words = shlex.split(next_command(other, Path("r"), None))
     assert words[words.index("--n") :][:4] == ["--n", "3", "--temperature", "0.5"]
+    assert words[words.index("--seed") + 1] == "7"
 
 
 def test_an_environment_is_played(config: RunConfig, tmp_path: Path) -> None:
