@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 
@@ -142,6 +142,23 @@ def test_async_rewards_run_inside_a_running_loop() -> None:
         return score(slow_half)[1]
 
     assert asyncio.run(notebook()) == [0.5] * 3
+
+
+def test_the_event_loop_of_a_thread_closes_with_it() -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def keeps(completions):
+        loops.append(asyncio.get_running_loop())
+        return [1.0] * len(completions)
+
+    def score_twice() -> None:
+        assert score(keeps).totals == score(keeps).totals == [1.0] * 3
+        assert not loops[-1].is_closed()
+
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(score_twice).result()
+    assert loops[0] is loops[1] is not loops[2] and all(loop.is_closed() for loop in loops)
 
 
 def test_the_functions_are_told_as_they_are_called() -> None:
@@ -372,20 +389,6 @@ def test_a_connection_that_an_async_function_keeps_is_open_in_the_next_call(insi
         for expected in ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]):
             theirs.sendall("".join(f"{value}\n" for value in expected).encode())
             assert (asyncio.run(called()) if inside else score(reads)).totals == expected
-
-
-def test_threads_that_ended_leave_no_event_loop_open() -> None:
-    files = []
-
-    def counts_after_a_call() -> None:
-        assert score(slow_half).totals == [0.5] * 3
-        files.append(len(os.listdir("/dev/fd")))
-
-    for _ in range(4):
-        thread = threading.Thread(target=counts_after_a_call)
-        thread.start()
-        thread.join()
-    assert files == files[:1] * 4
 
 
 def test_an_interrupt_ends_the_other_async_functions() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import inspect
 import math
@@ -11,6 +10,7 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -209,10 +209,12 @@ def _run_concurrently(coroutines: list[Any]) -> list[Any]:
         return await asyncio.gather(*coroutines)
 
     def run() -> list[Any]:
+        _of_thread.loop = loop = getattr(_of_thread, "loop", None) or _ThreadLoop()
         try:
-            return _runner().run(gather())
+            return loop.runner.run(gather())
         except BaseException as error:  # not raised by a function, as those are results
-            _close(threading.current_thread())  # which ends the other functions
+            _of_thread.loop = None
+            loop.close()  # which ends the other functions
             if not isinstance(error, RuntimeError):
                 raise
             reason = f"did not finish, as an async reward stopped the event loop that they share ({error})"
@@ -225,23 +227,16 @@ def _run_concurrently(coroutines: list[Any]) -> list[Any]:
     return _thread_without_loop().submit(run).result()  # the caller is inside a loop, as in a notebook
 
 
-_runners: dict[threading.Thread, asyncio.Runner] = {}
-atexit.register(lambda: _close(*_runners))
+class _ThreadLoop:
+    """A thread's event loop. It stays open between calls, as connections that a function keeps belong to it, and closes
+    with the thread or the process."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.close = weakref.finalize(self, self.runner.close)
 
 
-def _runner() -> asyncio.Runner:
-    """This thread's. Its event loop stays open between calls, as connections that a function keeps belong to it."""
-    thread = threading.current_thread()
-    if thread not in _runners:
-        _close(*(other for other in [*_runners] if not other.is_alive()))
-        _runners[thread] = asyncio.Runner()
-    return _runners[thread]
-
-
-def _close(*threads: threading.Thread) -> None:
-    for thread in threads:
-        if runner := _runners.pop(thread, None):
-            runner.close()
+_of_thread = threading.local()
 
 
 @cache
