@@ -37,6 +37,7 @@ Shape = Product | HeadShape | LatentHeadShape
 CPU_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33)
 CHAIN_ROWS = 4096  # rows of the chain at a time, which bounds the memory beside the product itself
 CPU_WEIGHTS = 1 << 22  # elements of a weight, at most, that a CPU is checked with; all columns are alike
+KEPT_OUTCOMES = 64  # files of outcomes to keep: one for each version, machine, dtype and number of threads
 
 
 class MachineReport(NamedTuple):
@@ -88,14 +89,14 @@ def check(
 
     Args:
         dtype: the compute dtype.
-        folder: where verdicts are kept; default `user_folder.cache_folder()`.
+        folder: where verdicts are kept; by default `gate` in `user_folder.cache_folder()`.
     """
     wanted: dict[str, Shape] = {str(shape): shape for shape in (*products, *heads)}
     path = _outcomes_path(device, dtype, folder)
     outcomes = _load_outcomes(path)
     if unknown := wanted.keys() - outcomes.keys():
         outcomes |= {name: _check_shape(wanted[name], device, dtype) for name in unknown}
-        user_folder.write(path, outcomes)
+        user_folder.write(path, outcomes, keep=KEPT_OUTCOMES)
     replaced = tuple(name for name in wanted if outcomes[name] == "replaced")
     broken = tuple(name for name in wanted if outcomes[name] == "broken")
     _override_kernels(replaced)
@@ -135,7 +136,7 @@ def rehearse(
 
 
 def _outcomes_path(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Path:
-    return (folder or user_folder.cache_folder()) / f"gate-{fingerprint(device, dtype)}.json"
+    return (folder or user_folder.cache_folder() / "gate") / f"{fingerprint(device, dtype)}.json"
 
 
 def _load_outcomes(path: Path) -> dict[str, Outcome]:

@@ -182,7 +182,7 @@ def test_a_cpu_without_c_operators_is_told_of_them(folder, monkeypatch):
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_replaced_product_is_computed_by_the_chain(folder, biased):
     p = Product("linear", 300, 64, 24, biased)
-    file = folder / f"gate-{machine_check.fingerprint(CPU, torch.float32)[:32]}.json"
+    file = folder / f"{machine_check.fingerprint(CPU, torch.float32)}.json"
     user_folder.write(file, {str(p): "replaced", "another": "replaced"})
     assert linear_choice.choose("linear", 300, 64, 24) != linear_choice.CHAIN
     machine_check.restore_overrides(CPU, torch.float32, folder)
@@ -208,6 +208,15 @@ def test_a_verdict_is_kept_for_these_versions_threads_and_this_dtype(folder, mon
     monkeypatch.setattr(torch, "__version__", "3.0")
     with pytest.raises(pytest.fail.Exception):
         check(folder)
+
+
+def test_of_many_versions_the_latest_verdicts_are_kept(folder, monkeypatch):
+    for version in range(machine_check.KEPT_OUTCOMES + 2):
+        monkeypatch.setattr(torch, "__version__", f"3.{version}")
+        machine_check.check(PRODUCTS[:1], [], CPU, torch.float32, folder)
+    assert len(list(folder.iterdir())) <= machine_check.KEPT_OUTCOMES
+    monkeypatch.setattr(machine_check, "_check_shape", lambda *_: pytest.fail("checked again"))
+    machine_check.check(PRODUCTS[:1], [], CPU, torch.float32, folder)
 
 
 def planted(monkeypatch, edited: Path) -> None:
