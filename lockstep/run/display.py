@@ -148,10 +148,17 @@ class _Phase:
 class Display:
     """Progress on standard error: a live table on a terminal, otherwise (or with `live=False`) one line per step. As a
     `PhaseObserver` it also shows phases: each part of start-up in a line once it is done, and a long phase's progress
-    while it lasts."""
+    while it lasts. Without `shown`, as on ranks other than the first, it shows nothing."""
 
-    def __init__(self, steps: int, live: bool = True, stream: IO[str] | None = None, tick: float = _REFRESH_S) -> None:
-        self._stream: Any = FailsafeStream(sys.stderr if stream is None else stream)
+    def __init__(
+        self,
+        steps: int,
+        live: bool = True,
+        stream: IO[str] | None = None,
+        tick: float = _REFRESH_S,
+        shown: bool = True,
+    ) -> None:
+        self._stream: Any = FailsafeStream((stream or sys.stderr) if shown else None)
         self._wants_live = live and self._stream.isatty()
         self._live: Live | None = None
         self._table: Any = None  # the latest step's

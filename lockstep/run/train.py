@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import signal
 import sys
 from functools import partial
@@ -49,8 +48,7 @@ def train(
     if choice is not None:
         recorder.summary["parallel"] = choice.to_dict()
     loaded = _find_checkpoint(recorder) if resume else None
-    stream = None if world.is_first else io.StringIO()  # only the first rank shows progress
-    display = Display(config.steps, config.metrics.progress, stream)
+    display = Display(config.steps, config.metrics.progress, shown=world.is_first)
     note = crash_note(run_dir, recorder.has_begun) if world.is_first else contextlib.nullcontext()
     named = explain_out_of_memory(lambda: recorder.memory_plan, world)
     with note, report_faults_once(run_dir, world) as faults, display, named:

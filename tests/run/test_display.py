@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import sys
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,17 @@ def test_display_on_a_terminal_and_with_progress_off() -> None:
             display.update(1, METRICS | {"reward/mean": 1.0})
     assert "▁█" in live.getvalue() and "identical (2,000 tokens)" in live.getvalue()
     assert len(plain.getvalue().splitlines()) == 3
+
+
+def test_a_display_that_is_not_shown_keeps_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with Display(1000, shown=False) as display:
+        display.note("starting")
+        tracemalloc.start()
+        for step in range(1000):
+            display.update(step, METRICS)
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert capfd.readouterr().err == "" and kept < 50_000  # its lines have 170,000 characters
 
 
 def test_display_without_parity_or_times() -> None:
