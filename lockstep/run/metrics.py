@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..types import RolloutGroup, Trajectory
 
 _STEPS_END = 1 << 53  # smaller steps are exact as floats too
+_WRITTEN = re.compile(rb'\{"step": (\d{1,15})[,}]')  # how `MetricsWriter` begins a line
 
 METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 EXCLUSION_FLAGS = "replaced", "without_reward"  # fields that mark a group's record as not trained on
@@ -83,13 +85,13 @@ def write_all(file: io.RawIOBase, data: bytes) -> None:
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends JSON objects, one per line, each flushed to the operating system before `write` returns. First it
-    atomically drops the lines of steps from `start_step` on and a torn last line. Raises `InputError` if any other line
-    of the file cannot be read."""
+    atomically drops the lines of steps from `start_step` on and a torn last line. Raises `InputError` if another line's
+    step cannot be read."""
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         if path.exists():
             with atomic_write(path) as temporary, temporary.open("wb") as file:
-                file.writelines(line for line, record in _parse_lines(path) if record["step"] < start_step)
+                file.writelines(line for line, step in read_lines(path) if step < start_step)
         self._path = path
         with name_write_errors(path):
             self._file = path.open("ab", buffering=0)
@@ -113,19 +115,39 @@ def add_to_step(path: Path, step: int, more: Mapping[str, Any]) -> None:
                 file.write(line if record["step"] < step else (to_json({**record, **more}) + "\n").encode())
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSON-lines file, without a torn last line. Raises `InputError` naming an unreadable line, or the
-    file if it cannot be read."""
-    return (record for _, record in _parse_lines(path))
+def read_records(path: Path, step: int | None = None) -> Iterator[dict[str, Any]]:
+    """The records of a JSON-lines file, or those of one step, without a torn last line. Raises `InputError` naming an
+    unreadable line, or the file if it cannot be read."""
+    return (record for _, record in _parse_lines(path, step))
 
 
-def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """The lines of a JSON-lines file, each with its step, without a torn last line. A file of rollouts may be large, so
+    lines as `MetricsWriter` writes them are not decoded. Raises `InputError` as `read_records`, for a step."""
+    return ((line, step) for _, line, step in _numbered_lines(path))
+
+
+def line_step(line: bytes) -> int | None:
+    """The step of a whole line that `MetricsWriter` wrote; None for any other line."""
+    found = _WRITTEN.match(line) if line.endswith(b"}\n") else None
+    return found and int(found[1])
+
+
+def _parse_lines(path: Path, step: int | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    for number, line, of in _numbered_lines(path):
+        if step in (None, of):
+            yield line, _parse_record(line, f"{path}, line {number}")
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
+    """The lines, each with its number, from 1, and its step."""
     refuse(not path.is_file(), f"{path} is not a regular file; move it away")
     with name_read_errors(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return  # the process died while writing it
-            yield line, _parse_record(line, f"{path}, line {number}")
+            step = line_step(line)
+            yield number, line, _parse_record(line, f"{path}, line {number}")["step"] if step is None else step
 
 
 def _parse_record(line: bytes, named: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..session.build import resolve, resolve_device
 from ..session.golden import GRADIENT_NORM
 from ..user_functions import one_line
 from . import checkpoint
-from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_records
+from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines, read_records
 
 SUMMARIZED_METRICS = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # in every step's metrics
 _SUMMARIZED_IF_THERE = "time/optim_step", "updates"
@@ -87,9 +87,9 @@ def _fingerprint_data(settings: Mapping[str, Any]) -> dict[str, Any]:
 def find_checkpoint(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
     """The newest complete checkpoint in `run_dir`; None if the run has no step yet. Writes nothing. Raises `InputError`
     if a run with steps has no complete checkpoint, if `now` (see `identify_inputs`) differs from what it was made with,
-    or if a line of metrics or rollouts cannot be read."""
+    or if a line of metrics, or the step of one of rollouts, cannot be read."""
     metrics = run_dir / METRICS_FILE
-    done = sum(1 for _ in read_records(metrics)) if metrics.exists() else 0
+    done = sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
     loaded = checkpoint.latest(run_dir / CHECKPOINTS)
     if loaded is not None:
         require_same(run_dir, loaded, now)
@@ -118,7 +118,7 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
     if new := sorted(_settings(RunConfig()).keys() - config.keys()):
         found.append(f"{name} does not know {', '.join(new)}: they are what they were without a setting")
     metrics = run_dir / METRICS_FILE
-    recorded = {record["step"] for record in read_records(metrics)} if metrics.exists() else set()
+    recorded = {step for _, step in read_lines(metrics)} if metrics.exists() else set()
     if missing := [step for step in range(loaded.step) if step not in recorded]:
         found.append(
             f"{metrics} lacks {len(missing)} of the {loaded.step} steps before {name}, the first of them step "
@@ -197,7 +197,7 @@ def require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mappin
 def _require_records(run_dir: Path, steps: int) -> None:
     """Check that steps before the checkpoint have the finite numbers that the summary is computed from."""
     if (run_dir / ROLLOUTS_FILE).exists():
-        for _ in read_records(run_dir / ROLLOUTS_FILE):
+        for _ in read_lines(run_dir / ROLLOUTS_FILE):
             pass
     if not (metrics := run_dir / METRICS_FILE).exists():
         return

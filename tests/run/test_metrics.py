@@ -8,6 +8,7 @@ import os
 import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.json_file import to_json
+from lockstep.run import resume
 from lockstep.run.metrics import (
+    ROLLOUTS_FILE,
     SUMMARY_FILE,
     MetricsWriter,
     add_to_step,
@@ -124,6 +127,21 @@ def test_several_lines_a_step_resume_together(tmp_path: Path) -> None:
             writer.write({"step": step})
     MetricsWriter(path, 1).close()
     assert [r["step"] for r in read_records(path)] == [0, 0]
+
+
+def test_of_many_rollouts_only_those_of_a_step_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, decoded = tmp_path / ROLLOUTS_FILE, []
+    with MetricsWriter(path) as writer:
+        for step in range(6):
+            writer.write({"step": step, "group": 0, "samples": []})
+    own = path.read_bytes().splitlines(keepends=True)
+    monkeypatch.setattr("lockstep.run.metrics.json", SimpleNamespace(loads=lambda line: decoded.append(line) or {}))
+    resume._require_records(tmp_path, 4)
+    MetricsWriter(path, 4).close()
+    assert path.read_bytes() == b"".join(own[:4]) and decoded == []
+    with pytest.raises(InputError, match="line 3: not a JSON object"):
+        list(read_records(path, 2))
+    assert decoded == [own[2]]
 
 
 @pytest.mark.parametrize("bad", ["{not json}", "[1]", '{"loss": 1}', '{"step": null}', "\xff"])

@@ -28,8 +28,8 @@ def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[
     refuse(not (run_dir / "config.yaml").is_file(), f"{run_dir} is not a run folder (it has no config.yaml)")
     path = run_dir / ROLLOUTS_FILE
     refuse(not path.is_file(), f"{run_dir} has no {ROLLOUTS_FILE}: no step was done, or none was to be recorded")
-    lines = (line for line in read_records(path) if line["step"] == step)
-    for record in (line for line in lines if line.get("group") == group):  # failed samples may be in a second record
+    groups = (record for record in read_records(path, step) if record.get("group") == group)
+    for record in groups:  # failed samples may be in a second record
         samples = record.get("samples", [])
         for place, found in enumerate(samples if isinstance(samples, list) else [samples]):
             if not isinstance(found, dict) or found.get("sample", place) == sample:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,13 +17,12 @@ from ...config.recipes import RECIPES
 from ...config.yaml_file import flatten, load
 from ...errors import InputError, refuse
 from ...json_file import read_json
-from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, name_read_errors, read_records
+from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, line_step, name_read_errors, read_records
 
 ENDS = 10  # values over which "first" and "last" are means
 
 _FILES = METRICS_FILE, SUMMARY_FILE, ROLLOUTS_FILE, "config.yaml", "parity.json", "failure.json"
 _FROM_THE_START = "recipe", "seed", "version", "environment", "validation"  # what later steps leave in the summary
-_STEP = re.compile(rb'\{"step": (\d{1,15}),')  # how `MetricsWriter` begins a line
 
 Metric = list[tuple[float, float]]  # (steps done, value)
 
@@ -125,10 +123,9 @@ class Record:
         found: dict[int, list[bytes]] = {}
         with name_read_errors(path), path.open("rb") if path.is_file() else io.BytesIO() as file:
             for line in file:
-                match = _STEP.match(line)
-                if match is None or not line.endswith(b"\n"):
+                step = line_step(line)
+                if step is None:
                     continue
-                step = int(match[1])
                 if step not in found and len(found) == 2:
                     found.popitem()  # this step is neither the first nor, any longer, the last
                 found.setdefault(step, []).append(line)
