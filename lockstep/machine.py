@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import __version__
-from .errors import InputError
+from .errors import InputError, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,21 @@ def limit_cpu_threads(device: torch.device) -> None:
     if device.type == "cuda":
         limit = min(limit, MAX_THREADS_WITH_GPU)
     torch.set_num_threads(min(torch.get_num_threads(), limit))
+
+
+def require_torch_defaults() -> None:
+    """`InputError`: the program has set torch's default dtype or device, which tensors made here would have too."""
+    import torch
+
+    for name, now, needed, argument in (
+        ("dtype", torch.get_default_dtype(), torch.float32, "torch.float32"),
+        ("device", torch.get_default_device().type, "cpu", "None"),
+    ):
+        refuse(
+            now != needed,
+            f"torch's default {name} is {now}, and everything here needs {needed}: call "
+            f"torch.set_default_{name}({argument}) before, and set yours again afterwards",
+        )
 
 
 @contextlib.contextmanager

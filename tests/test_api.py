@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from unittest import mock
 import datasets
 import numpy as np
 import pytest
+import torch
 from processes import finished, on_ranks
 from small_run import SMALL
 
@@ -359,6 +361,33 @@ def test_a_section_of_another_type_is_named(name: str, kind: str) -> None:
         if name != "config":
             with pytest.raises(InputError, match=message):
                 lockstep.check_model("m", 5, 0, "cpu", "auto", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("dtype", torch.float64, r"dtype is torch.float64, .* call torch.set_default_dtype\(torch.float32\)"),
+        ("device", "meta", r"device is meta, .* call torch.set_default_device\(None\)"),
+    ],
+)
+def test_other_defaults_of_torch_are_refused(tmp_path: Path, model: Path, name: str, value: Any, said: str) -> None:
+    llm, set_default = lockstep.LLM(model), getattr(torch, f"set_default_{name}")
+    calls: list[Callable[[], Any]] = [
+        lambda: lockstep.train(SMALL, tmp_path / "run"),
+        lambda: lockstep.evaluate(lockstep.RunConfig(model=str(model))),
+        lambda: lockstep.check_model(model, tokens=4),
+        lambda: lockstep.LLM(model),
+        lambda: llm.generate("1"),
+        lambda: next(llm.stream("1")),
+    ]
+    set_default(value)
+    try:
+        for call in calls:
+            with pytest.raises(InputError, match=f"torch's default {said}"):
+                call()
+    finally:
+        set_default(torch.float32 if name == "dtype" else None)
+    assert not (tmp_path / "run").exists() and llm.generate("1", lockstep.SamplingParams(max_completion_length=1))
 
 
 def test_check_model_says_what_it_takes() -> None:

@@ -31,6 +31,7 @@ from ..environments import checked_messages
 from ..environments.tools import tool_schema
 from ..errors import InputError, LockstepError, NonFiniteError, refuse
 from ..generator import Engine, pays_to_group
+from ..machine import require_torch_defaults
 from ..models.tokenizer import TextStream
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
@@ -258,6 +259,7 @@ class LLM(Session):
     @contextmanager
     def join_processes(self) -> Iterator[None]:
         """A context in which this process has joined the others, again if it had left them."""
+        require_torch_defaults()
         if self._has_left:
             self.world = self._joined.enter_context(join_processes(self._unresolved))
             self._has_left = False

@@ -22,7 +22,9 @@ GENERATING = "a launch of the generator"  # names what is waited for
 def join_processes(config: RunConfig, **arguments: Any) -> Iterator[World]:
     """Join the other processes, which are given the same configuration and other `arguments`; without torchrun, a
     process alone. They leave together at the end. Raises `InputError` if their number does not fit `config.parallel` or
-    one has a different configuration, argument, model or code, and `PeerLost` if one did not join or is lost."""
+    one has a different configuration, argument, model or code, or the program has set torch's default dtype or device,
+    and `PeerLost` if one did not join or is lost."""
+    machine.require_torch_defaults()
     machine.restrict_to_local_gpu()
     with machine.report_if_slow("joining the other processes"):
         world = join(config.parallel, resolve_device(config.device).type)
