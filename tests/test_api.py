@@ -390,6 +390,16 @@ def test_other_defaults_of_torch_are_refused(tmp_path: Path, model: Path, name: 
     assert not (tmp_path / "run").exists() and llm.generate("1", lockstep.SamplingParams(max_completion_length=1))
 
 
+def test_a_caller_in_inference_mode_trains_with_the_same_bits(tmp_path: Path) -> None:
+    learning = replace(SMALL, steps=1, trainer=replace(SMALL.trainer, skip_zero_variance=False))
+    for name, mode in {"run": False, "inference": True}.items():
+        with torch.inference_mode(mode):
+            lockstep.train(learning, tmp_path / name, rewards=[spread])
+            assert torch.is_inference_mode_enabled() == mode
+    one, other = (tmp_path / name / "model" / "model.safetensors" for name in ("run", "inference"))
+    assert one.read_bytes() == other.read_bytes()
+
+
 def test_check_model_says_what_it_takes() -> None:
     for change in ({"tokens": -1}, {"tokens": 10**18}, {"tokens": "5"}, {"seed": -1}):
         name, value = next(iter(change.items()))

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config import RunConfig, idle_update_message, idle_warmup_message, reference_message
 from ..distributed import ONE_PROCESS, World
 from ..errors import InputError, LockstepError
@@ -51,7 +53,7 @@ def train(
     display = Display(config.steps, config.metrics.progress, shown=world.is_first)
     note = crash_note(run_dir, recorder.has_begun) if world.is_first else contextlib.nullcontext()
     named = explain_out_of_memory(lambda: recorder.memory_plan, world)
-    with note, report_faults_once(run_dir, world) as faults, display, named:
+    with torch.inference_mode(False), note, report_faults_once(run_dir, world) as faults, display, named:
         grace = config.checkpoint.grace if config.checkpoint.interval else 0.0
         saves = f"the run saves the last whole step and ends, in {grace:g} s or unsaved; again: at once"
         report_exit = partial(_report_signal_exit, run_dir, world, faults)
