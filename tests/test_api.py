@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import gc
 import inspect
 import json
 import os
@@ -11,6 +12,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -31,10 +33,19 @@ from lockstep.cli.main import main
 from lockstep.environments import End, Environment
 from lockstep.environments.data import rows
 from lockstep.errors import InputError
+from lockstep.models import Decoder
 
 
 def spread(completion_ids, **_):
     return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+kept: list[Any] = []  # a reference to a model, and what it refers to in each step
+
+
+def forgets(completion_ids, **_):
+    kept.append(kept[0]())
+    return spread(completion_ids)
 
 
 class Spells(Environment):
@@ -388,6 +399,25 @@ def test_other_defaults_of_torch_are_refused(tmp_path: Path, model: Path, name: 
     finally:
         set_default(torch.float32 if name == "dtype" else None)
     assert not (tmp_path / "run").exists() and llm.generate("1", lockstep.SamplingParams(max_completion_length=1))
+
+
+def test_a_run_leaves_no_model_in_memory_and_begins_without_those_of_earlier_calls(tmp_path: Path, model: Path) -> None:
+    def models() -> int:
+        return sum(issubclass(type(found), Decoder) for found in gc.get_objects())
+
+    lockstep.train(SMALL, tmp_path / "first", rewards=[spread])  # what is kept of a model's shapes is made once
+    gc.disable()
+    try:
+        llm, before = lockstep.LLM(model), models()
+        llm.generate("1", lockstep.SamplingParams(max_completion_length=1))
+        forgotten = weakref.ref(llm.policy.model)
+        del llm  # without `close`
+        kept.append(forgotten)
+        lockstep.train(SMALL, tmp_path / "second", rewards=[forgets])
+        assert kept == [forgotten, None, None] and models() == before - 1
+    finally:
+        gc.enable()
+        kept.clear()
 
 
 def test_a_caller_in_inference_mode_trains_with_the_same_bits(tmp_path: Path) -> None:

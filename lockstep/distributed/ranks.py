@@ -263,6 +263,7 @@ class World(WatchedProcess):
     def close(self, failed: bool = False) -> None:
         """Leave together, after closing every graph with collectives. With `failed`, do not wait for other ranks."""
         if self.size == 1:
+            gc.collect()  # models, caches and graphs are in reference cycles, which would keep their memory
             return
         if failed and self.on_gpu:  # anything more would wait for kernels that wait for a lost rank
             self._unbind_all(memory=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,7 @@ def join_processes(config: RunConfig, **arguments: Any) -> Iterator[World]:
     one has a different configuration, argument, model or code, or the program has set torch's default dtype or device,
     and `PeerLost` if one did not join or is lost."""
     machine.require_torch_defaults()
+    gc.collect()  # of what earlier calls left, before memory is planned and `freeze_gc` keeps all there is
     machine.restrict_to_local_gpu()
     with machine.report_if_slow("joining the other processes"):
         world = join(config.parallel, resolve_device(config.device).type)
