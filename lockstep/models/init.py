@@ -16,7 +16,8 @@ from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .families import FAMILIES
 from .hf.export import empty_on_error, save_model
-from .parts import Ranges, TensorRange, ranges_of
+from .hf.weight_map import require_all_stored
+from .parts import Ranges, TensorRange, ranges_of, tensors_of
 
 INITIALIZER_RANGE = 0.02
 
@@ -34,7 +35,8 @@ def architecture(name: str) -> ModelConfig:
 
 class RandomWeights:
     """A `WeightSource` of random weights: N(0, `INITIALIZER_RANGE`), except for `Decoder.init_constants`. They do not
-    depend on the device or mesh: each tensor is drawn whole, one at a time."""
+    depend on the device or mesh: each tensor is drawn whole, one at a time. `InputError`: a folder could not have all
+    of them."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config, self._seed = config, seed
@@ -42,6 +44,7 @@ class RandomWeights:
     @torch.no_grad()
     def fill(self, wanted: Ranges) -> None:
         generator, model = torch.Generator().manual_seed(self._seed), Decoder(self.config, torch.float32, "meta")
+        require_all_stored(self.config, tensors_of(model))
         for name, parameter in model.named_parameters():
             if (value := model.init_constants.get(name)) is not None:
                 for values, _ in wanted.get(name, ()):

@@ -108,3 +108,39 @@ def test_both_roles_compute_its_bits_in_graphs(model: Decoder) -> None:
     assert result.tokens_different == 0 < result.tokens_checked
     plain = initialize(Decoder(replace(model.config, family=CONFIG.family), torch.float32), 0)
     assert compare(plain, groups).tokens_different > 0
+
+
+def more(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    yield from slices(config, index)
+    yield LayerSlice("gate.weight", "gate", 0, 1)
+
+
+def less(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    yield from (piece for piece in slices(config, index) if piece.parameter != "mlp_norm")
+
+
+def shifted(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    for piece in slices(config, index):
+        yield piece._replace(start=1) if piece.name.startswith("self_attn.k_proj.w") else piece
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (more, "name layers.0.gate, which the model does not have"),
+        (less, r"have 0 of the \d+ rows of layers.0.mlp_norm, and must have all"),
+        (
+            shifted,
+            r"have model.layers.0.self_attn.\w_proj.weight begin at row \d+ of layers.0.qkv; the rows before end at",
+        ),
+    ],
+)
+def test_slices_that_would_lose_weights_are_refused_before_a_model_is_made_or_read(
+    wrong: Any, message: str, model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(model, tmp_path)
+    monkeypatch.setitem(FAMILIES, "toy", replace(TOY, slices=wrong))
+    with pytest.raises(InputError, match=f"family toy: Family.slices {message}"):
+        initialize(model, 0)
+    with pytest.raises(InputError, match=f"family toy: Family.slices {message}"):
+        load_model(tmp_path, torch.float32)

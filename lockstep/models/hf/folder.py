@@ -24,7 +24,15 @@ from ..parts import Ranges, TensorRange, meta_tensors
 from .config import drop_nulls, from_hf, read_eos_token_ids
 from .export import GENERATION_CONFIG
 from .stored_tensors import FoundTensor, file_names, fill_rows, find_tensors, weights_path
-from .weight_map import ALL_ROWS, LM_HEAD, VALUE_HEAD, VALUE_HEAD_PIECE, fused_experts, weight_map
+from .weight_map import (
+    ALL_ROWS,
+    LM_HEAD,
+    VALUE_HEAD,
+    VALUE_HEAD_PIECE,
+    fused_experts,
+    require_all_stored,
+    weight_map,
+)
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 _DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
@@ -165,6 +173,7 @@ class FolderWeights:
         """The folder's tensors, and that of the head if there is one although config.json ties it to the embedding."""
         config = self.config
         shapes, pieces = meta_tensors(config), {piece.name: piece for piece in weight_map(config)}
+        require_all_stored(config, shapes)
         fused, missing = fused_experts(config), {name: piece.parameter for name, piece in pieces.items()}
         placed, head = list[_Match](), None
         for found in find_tensors(self.folder, config, opened):
