@@ -24,7 +24,7 @@ from lockstep.models.blocks.attention import Attend
 from lockstep.models.blocks.layer import Layer
 from lockstep.models.blocks.moe import Routing
 from lockstep.models.blocks.weight_slices import LayerSlice, attention_slices, feed_forward_slices
-from lockstep.models.families import FAMILIES, Family, Raw
+from lockstep.models.families import FAMILIES, Family, Raw, require_family
 from lockstep.models.init import initialize
 
 
@@ -144,3 +144,10 @@ def test_slices_that_would_lose_weights_are_refused_before_a_model_is_made_or_re
         initialize(model, 0)
     with pytest.raises(InputError, match=f"family toy: Family.slices {message}"):
         load_model(tmp_path, torch.float32)
+
+
+def test_a_folder_of_no_family_is_compared_with_one_from_outside_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in (TOY, replace(TOY, architectures={"tiny-toy": CONFIG})):
+        monkeypatch.setitem(FAMILIES, "toy", family)
+        with pytest.raises(InputError, match=r"model_type is 'to'; supported: .*, toy; the nearest .* is toy"):
+            require_family({"model_type": "to"}, "config.json")

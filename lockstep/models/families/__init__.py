@@ -1,9 +1,9 @@
 """The model families, one file each: layers, conversion of configurations, names of weights, and what is refused."""
 
 import difflib
-import functools
 from collections import Counter
 from importlib import import_module
+from itertools import islice
 from os.path import commonprefix
 from typing import Any
 
@@ -47,13 +47,11 @@ def suggest_family(values: dict[str, Any]) -> str:
     return f"the nearest family that can is {max(FAMILIES, key=similarity)}"
 
 
-@functools.cache
 def _distinctive_fields() -> dict[str, set[str]]:
     """Each family's distinctive fields of config.json: those that at most two families have."""
-    all_fields = {
-        name: {*family.fixed, *family.extra_fields, *family.write(next(iter(family.architectures.values())))}
-        for name, family in FAMILIES.items()
-    }
+    all_fields = {name: {*family.fixed, *family.extra_fields} for name, family in FAMILIES.items()}
+    for name, family in FAMILIES.items():
+        all_fields[name].update(*map(family.write, islice(family.architectures.values(), 1)))
     counts = Counter(field for fields in all_fields.values() for field in fields)
     # common in files, although few families write them
     common = {"intermediate_size", "num_key_value_heads", "original_max_position_embeddings", "partial_rotary_factor"}
