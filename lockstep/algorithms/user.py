@@ -128,6 +128,7 @@ def _loss_problem(algorithm: Algorithm) -> str:
     logprob_C = torch.linspace(-3, -1, rows).requires_grad_()
     value_C = torch.zeros(rows, requires_grad=True)
     values = _trial_values(algorithm, logprob_C, value_C)
+    given = [None if x is None else x.detach().clone() for x in values]
     with _RefusePythonValues():
         result: Any = algorithm.loss(values)
         if not isinstance(result, tuple) or len(result) != 2:
@@ -136,8 +137,11 @@ def _loss_problem(algorithm: Algorithm) -> str:
     for name, found, dtype in (("loss", loss_C, torch.float32), ("clipped", clipped_C, torch.bool)):
         if not isinstance(found, torch.Tensor) or found.shape != (rows,) or found.dtype != dtype:
             return f"its {name} is {_described(found)}; it must be {dtype}, one a token ([{rows}] here)"
-    if not _ignores_padding(algorithm, values, loss_C):
-        return "its loss of a token depends on padding; use values.sequence_mean or values.sequence_sum over tokens"
+    for name, before, after in zip(values._fields, given, values, strict=True):
+        if not (before is None or after is None or torch.equal(before, after)):
+            return f"its loss changes values.{name} in place; it must make new tensors"
+    if problem := _dependence_problem(algorithm, values, loss_C):
+        return problem
     logprob_grad_C, value_grad_C = None, None
     if loss_C.requires_grad:
         logprob_grad_C, value_grad_C = torch.autograd.grad(loss_C.sum(), (logprob_C, value_C), allow_unused=True)
@@ -148,12 +152,29 @@ def _loss_problem(algorithm: Algorithm) -> str:
     return "" if logprob_grad_C.isfinite().all() else "its gradient by a log-prob is not finite"
 
 
-def _ignores_padding(algorithm: Algorithm, values: TokenValues, loss_C: torch.Tensor) -> bool:
-    """Whether the losses of the trial's tokens stay the same if the log-probs of padding are others."""
-    other_C = values.logprob_C.detach().clone()
-    other_C[-_PADDING:] -= 8.0  # below all others, where they were the largest
-    other_loss_C, _ = algorithm.corrected_loss(values._replace(logprob_C=other_C, model_logprob_C=other_C))
-    return torch.allclose(loss_C[:-_PADDING].detach(), other_loss_C[:-_PADDING].detach(), equal_nan=True)
+def _dependence_problem(algorithm: Algorithm, values: TokenValues, loss_C: torch.Tensor) -> str:
+    """What the losses of the first sequence depend on besides its own values: chance, or the other sequence's tokens
+    and padding, of which there are others here, and more; "" if nothing."""
+    again_C, _ = algorithm.corrected_loss(values)
+    if not torch.allclose(loss_C, again_C, rtol=0, atol=0, equal_nan=True):
+        return "its loss is another one when it is called again with the same values; it must depend on these alone"
+    count, others = _LENGTHS[0], [-9.0, -7.0, -8.0, -8.0, -8.0]  # two tokens, and padding
+    other_values = {
+        name: torch.cat([value_C[:count].detach(), torch.tensor(others)])
+        for name, value_C in values._asdict().items()
+        if value_C is not None and name != "cu_completions"
+    }
+    other_values["old_logprob_C"][count:] = -2.0
+    other_values["advantage_C"][count:] = torch.tensor([-2.0, -2.0, 0.0, 0.0, 0.0])
+    if values.cu_completions is not None:
+        other_values["cu_completions"] = torch.tensor([0, count, count + 2], dtype=torch.int32)
+    other_loss_C, _ = algorithm.corrected_loss(values._replace(**other_values))
+    if torch.allclose(loss_C[:count].detach(), other_loss_C[:count].detach(), equal_nan=True):
+        return ""
+    return (
+        "its loss of a token depends on padding or on other sequences, which are those that happen to be packed with "
+        "it; use values.sequence_mean or values.sequence_sum over its own tokens, or advantages over a step's"
+    )
 
 
 def _trial_values(algorithm: Algorithm, logprob_C: torch.Tensor, value_C: torch.Tensor) -> TokenValues:

@@ -198,6 +198,25 @@ class Drifting(Algorithm):
     def loss(self, values):
         drift = (values.logprob_C - values.old_logprob_C).detach().abs().max()
         return -values.advantage_C * values.logprob_C / (1 + drift), values.logprob_C > 0
+
+class Whitened(Sound):
+    def loss(self, values):
+        centred = values.advantage_C - values.advantage_C.mean()
+        return super().loss(values._replace(advantage_C=centred / values.advantage_C.std()))
+
+class Shared(Sound):
+    def loss(self, values):
+        return super().loss(values._replace(advantage_C=values.advantage_C / values.advantage_C.abs().sum()))
+
+class InPlace(Sound):
+    def loss(self, values):
+        values.advantage_C.clamp_(max=0.5)
+        return super().loss(values)
+
+class Noisy(Sound):
+    def loss(self, values):
+        loss, clipped = super().loss(values)
+        return loss * torch.rand_like(loss), clipped
 """
 
 
@@ -229,8 +248,12 @@ class Drifting(Algorithm):
             r"estimate returns \[\[0.5, 0.5, 0.5\], \[0.5\]\]; it must return two",
         ),
         ("OutOfRange", "raised IndexError: list index out of range"),
-        ("Centred", "its loss of a token depends on padding; use values.sequence_mean or values.sequence_sum"),
-        ("Drifting", "its loss of a token depends on padding"),
+        ("Centred", "its loss of a token depends on padding or on other sequences, .*; use values.sequence_mean or"),
+        ("Drifting", "its loss of a token depends on padding or on other sequences"),
+        ("Whitened", "its loss of a token depends on padding or on other sequences"),
+        ("Shared", "its loss of a token depends on padding or on other sequences"),
+        ("InPlace", "its loss changes values.advantage_C in place; it must make new tensors"),
+        ("Noisy", "its loss is another one when it is called again with the same values"),
         (
             "Broken",
             r"raised AttributeError: 'TokenValues' object has no attribute 'nothing' \(wrong.py, line 18\); "
