@@ -72,7 +72,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "recipes yaml_file",
     ),
     "algorithms": (
-        "advantage policy_terms",
+        "advantage host_calls policy_terms",
         "algorithm",
         "cispo distillation grpo sapo sft user",
         "dapo dppo dr_grpo gspo ppo reinforce_pp rloo",

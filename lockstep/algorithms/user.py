@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from ..errors import InputError, refuse
 from ..user_functions import load_function, one_line
 from .advantage import Rewards
 from .algorithm import Algorithm
+from .host_calls import has_shape
 from .policy_terms import TokenValues
 
 # The trial: completion tokens of each sequence, rows of padding, and the rewards of two groups.
@@ -83,16 +83,16 @@ def _unread_settings(algorithm: Algorithm, config: LossConfig) -> Iterator[tuple
 
 def _interface_problem(algorithm: Algorithm, config: LossConfig) -> str:
     """What is wrong with the result of the first method that returns something invalid; "" if there is none."""
-    advantages = algorithm.advantages(config, _REWARDS)
-    if not _are_finite_lists(advantages, [2, 2]):
+    advantages = algorithm.advantages(config, [list(group) for group in _REWARDS])
+    if not has_shape(advantages, [2, 2]):
         return f"advantages of two groups of two samples are {one_line(advantages)}; they must be two lists of two"
     weights = algorithm.weights(_LENGTHS, 2, 3)
-    if not _are_finite_lists([weights], [2]):
+    if not has_shape(weights, 2):
         return f"weights of two sequences are {one_line(weights)}; they must be two"
-    if (keep := algorithm.keep(_REWARDS[0])) not in (True, False):
+    if (keep := algorithm.keep(list(_REWARDS[0]))) not in (True, False):
         return f"keep returns {one_line(keep)}; it must be True or False"
     penalty = algorithm.penalty(config, 3, 3)
-    if not _are_finite_lists([[penalty]], [1]):
+    if not has_shape(penalty, None):
         return f"penalty of three tokens is {one_line(penalty)}; it must be a number"
     if algorithm.has_token_advantages and (problem := _estimate_problem(algorithm, config)):
         return problem
@@ -106,21 +106,13 @@ def _estimate_problem(algorithm: Algorithm, config: LossConfig) -> str:
     if not isinstance(result, tuple) or len(result) != 2:
         return f"estimate returns {one_line(result)}; it must return two, the advantages and the returns"
     for name, of_samples in zip(("advantages", "returns"), result, strict=True):
-        if not _are_finite_lists(of_samples, _LENGTHS):
+        if not has_shape(of_samples, _LENGTHS):
             shape = " and ".join(map(str, _LENGTHS))
             return (
                 f"estimate of two samples of {shape} tokens returns {name} {one_line(of_samples)}; they must be a list "
                 "a sample, of a finite number a token"
             )
     return ""
-
-
-def _are_finite_lists(value: Any, lengths: Sequence[int]) -> bool:
-    """Whether `value` is a list of lists of these lengths, of finite numbers."""
-    try:
-        return [len(inner) for inner in value] == list(lengths) and all(math.isfinite(x) for x in chain(*value))
-    except TypeError:  # not lists, or not of numbers
-        return False
 
 
 def _loss_problem(algorithm: Algorithm) -> str:

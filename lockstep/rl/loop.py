@@ -15,6 +15,7 @@ from statistics import mean
 from typing import Any
 
 from ..algorithms import SUPERVISED, supervised_algorithm
+from ..algorithms.host_calls import call_method
 from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
 from ..environments import Collector, Failures, Limits, worked_trajectories
@@ -176,7 +177,7 @@ class Loop:
 
         def has_signal(group: RolloutGroup) -> bool:
             rewards = [r.reward for r in self._unmasked(group.rollouts)]
-            return bool(rewards) and self.algorithm.keep(rewards)
+            return bool(rewards) and call_method(self.config.loss, self.algorithm.keep, rewards)
 
         max_prompts = self.config.loss.max_num_gen_batches * prompts
         collected, used = collect_with_signal(prompts, max_prompts, sample, has_signal)
@@ -194,9 +195,12 @@ class Loop:
         loss = self.config.loss
         for group in groups:
             for r in group.rollouts:
-                r.reward += float(self.algorithm.penalty(loss, r.length, self._max_sampled_length))
+                about = loss, r.length, self._max_sampled_length
+                r.reward += float(call_method(loss, self.algorithm.penalty, *about))
         rewards = [[r.reward - loss.beta * math.fsum(kl.get(r.name, ())) for r in group.rollouts] for group in groups]
-        for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
+        lengths = [len(group) for group in rewards]
+        found = call_method(loss, self.algorithm.advantages, loss, rewards, shape=lengths)
+        for group, advantages in zip(groups, found, strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):
                 r.advantage = advantage
 
@@ -241,7 +245,8 @@ class Loop:
         rollouts = [r for g in groups for r in g.rollouts]
         unmasked = self._unmasked(rollouts)
         lengths = [r.length for r in unmasked]
-        weights = self.algorithm.weights(lengths, len(rollouts), self._max_sampled_length)
+        about = [*lengths], len(rollouts), self._max_sampled_length
+        weights = call_method(self.config.loss, self.algorithm.weights, *about, shape=len(lengths))
         return {id(r): w for r, w in zip(unmasked, weights, strict=True)}
 
     def _pack_groups(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:

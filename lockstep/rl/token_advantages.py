@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..algorithms.host_calls import call_method
 from ..config import LossConfig
 from ..trainer import Trainer
 from ..types import PackedBatch, Trajectory
@@ -36,7 +37,8 @@ def estimate_token_advantages(
     else:
         values = [[0.0] * rollout.length for rollout in rollouts]
     rewards = [token_rewards(r, config.beta, kl.get(r.name)) for r in rollouts]
-    advantages, returns = trainer.algorithm.estimate(config, rewards, values)
+    about, lengths = (config, rewards, [[*of_tokens] for of_tokens in values]), [len(tokens) for tokens in values]
+    advantages, returns = call_method(config, trainer.algorithm.estimate, *about, shape=[lengths, lengths])
     names = [rollout.name for rollout in rollouts]
     advantages_by_name = dict(zip(names, advantages, strict=True))
     returns_by_name = dict(zip(names, returns, strict=True))

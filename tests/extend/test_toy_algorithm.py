@@ -275,6 +275,71 @@ def test_what_is_wrong_with_one_is_said_at_once(tmp_path: Path, name: str, messa
         make_algorithm(config)
 
 
+LATER = """
+from lockstep.algorithms import Algorithm
+from lockstep.algorithms.ppo import PPO
+
+class Sound(Algorithm):
+    def loss(self, values):
+        return -values.advantage_C * values.logprob_C, values.logprob_C > 0
+
+class Raises(Sound):
+    def advantages(self, config, rewards):
+        if len(rewards[0]) > 2:
+            raise ValueError("too many")
+        return rewards
+
+class TwoEach(Sound):
+    def advantages(self, config, rewards):
+        return [[1.0, -1.0] for group in rewards]
+
+class Infinite(Sound):
+    def advantages(self, config, rewards):
+        return [[float("inf") if len(group) > 2 else 1.0 for _ in group] for group in rewards]
+
+class TwoWeights(Sound):
+    def weights(self, lengths, num_sequences, max_completion_length):
+        return [0.5, 0.5]
+
+class NoPenalty(Sound):
+    def penalty(self, config, length, max_completion_length):
+        return None if length > 3 else 0.0
+
+class Bootstrapped(PPO):
+    def estimate(self, config, rewards, values):
+        for of_tokens in values:
+            of_tokens.append(0.0)  # a value of 0 after the last token
+        return [row[1:] for row in values], rewards
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Raises", r"advantages raised ValueError: too many \(.*later\.py, line \d+\)"),
+        (
+            "TwoEach",
+            r"advantages returned \[\[1.0, -1.0\], .*; it must be finite numbers, so many in each list: \[4, 4\]",
+        ),
+        ("Infinite", r"advantages returned \[\[inf, .*; it must be finite numbers, so many in each list: \[4, 4\]"),
+        ("TwoWeights", r"weights returned \[0.5, 0.5\]; it must be finite numbers, so many in each list: 8"),
+        ("NoPenalty", r"penalty returned None; it must be a finite number"),
+        ("Bootstrapped", ""),
+    ],
+)
+def test_what_is_wrong_with_a_step_s_results_is_said(
+    config: RunConfig, tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / "later.py").write_text(LATER)
+    loss = LossConfig(f"{tmp_path / 'later.py'}:{name}")
+    config = replace(config, steps=1, loss=loss, compile=CompileConfig("none"))
+    if not message:
+        assert train(config, tmp_path / "run", resume=False)["parity"]["identical"]
+        return
+    with pytest.raises(InputError, match=rf"loss\.loss_type '.*later\.py:{name}': {message}"):
+        train(config, tmp_path / "run", resume=False)
+
+
 BASELINES = """
 from statistics import mean, stdev
 
