@@ -24,7 +24,7 @@ class Declaration(TypedDict, total=False):
         native: the implementation for float32 (and for integers) on a CPU, used if the C library is loaded; the dtype
             is the first tensor's.
         cuda: the implementation on a GPU, "module:function" relative to the operator's own folder, imported on first
-            use; or SAME, the reference.
+            use (of an operator in no package, any module that can be imported); or SAME, the reference.
         gpu_only: there is no CPU implementation, and the reference has no body.
         mutates: names of the arguments that it writes in place.
         fake: returns empty results of the right shape; a function or, as in `cuda`, its place. Default: no result.
@@ -47,6 +47,7 @@ NAMESPACE = "lockstep"
 USER_NAMESPACE = "lockstep_user"  # the namespace of operators that are defined outside the package
 SAME = ":"
 _OPERATORS: list[Operator] = []
+_REFERENCES: dict[str, Callable[..., Any]] = {}  # by operator: the function that was the first to have the name
 MISSING = object()
 
 
@@ -182,11 +183,23 @@ class ArgumentLayout:
 def operator(name: str = "", **declared: Unpack[Declaration]) -> Callable[[Callable[..., Any]], Operator]:
     """Decorate the reference of operator "namespace::name". By default it has the reference's own name, in the
     package's namespace or, outside the package, in `USER_NAMESPACE`. Its first argument is a tensor, or a record that
-    begins with one."""
+    begins with one. A function that is defined again, as in a notebook, replaces itself. `ValueError`: another function
+    has the name, or it is in the package's namespace and the function is outside."""
 
     def register(reference: Callable[..., Any]) -> Operator:
-        space = NAMESPACE if reference.__module__.partition(".")[0] == __package__.partition(".")[0] else USER_NAMESPACE
-        return Operator(name or f"{space}::{reference.__name__.lstrip('_')}", reference, declared)
+        own = reference.__module__.partition(".")[0] == __package__.partition(".")[0]
+        chosen = name or f"{NAMESPACE if own else USER_NAMESPACE}::{reference.__name__.lstrip('_')}"
+        file = reference.__code__.co_filename
+        if chosen.partition("::")[0] == NAMESPACE and not own:
+            raise ValueError(f"operator {chosen} of {file} is in the package's namespace; give it another, or no name")
+        first = _REFERENCES.setdefault(chosen, reference)
+        same = first.__module__ == reference.__module__ or first.__code__.co_filename == file
+        if not same or first.__qualname__ != reference.__qualname__:
+            raise ValueError(
+                f"operator {chosen} is {first.__qualname__} of {first.__code__.co_filename}, which "
+                f"{reference.__qualname__} of {file} would replace; give one another name, as @operator('mine::name')"
+            )
+        return Operator(chosen, reference, declared)
 
     return register
 
@@ -204,7 +217,7 @@ def _resolve(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> 
         return function
     module, _, name = function.partition(":")
     package = beside.__module__.rpartition(".")[0]
-    imported = functools.cache(lambda: importlib.import_module(f".{module}", package))
+    imported = functools.cache(lambda: importlib.import_module(f".{module}" if package else module, package))
     return lambda *args: getattr(imported(), name)(*args)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import runpy
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from c_library import using
 from torch import Tensor
 
+from lockstep.errors import InputError
 from lockstep.ops.operator import operator
+from lockstep.user_functions import load_function
 
 
 class Line(NamedTuple):
@@ -88,3 +92,34 @@ def test_an_operator_for_a_gpu_alone_never_runs_on_a_cpu() -> None:
 
     with torch.inference_mode(), pytest.raises(NotImplementedError, match="CPU"):
         there(torch.zeros(1))
+
+
+SCALE = """
+from torch import Tensor
+
+from lockstep.ops.operator import operator
+
+@operator({name}fake="{module}:fake")
+def twice(x: Tensor) -> Tensor:
+    return {factor} * x
+"""
+FAKE = "import torch\n\n\ndef fake(x):\n    return torch.empty_like(x)\n"
+
+
+def test_two_files_cannot_have_an_operator_of_one_name(tmp_path: Path) -> None:
+    """The second would compute wherever autograd or a graph calls the first."""
+    (tmp_path / "results_of_twice.py").write_text(FAKE)
+    for file, name, factor in (("a", "", 2.0), ("b", "", 3.0), ("c", "'lockstep::twice', ", 2.0)):
+        (tmp_path / f"{file}.py").write_text(SCALE.format(name=name, module="results_of_twice", factor=factor))
+    first = load_function(f"{tmp_path / 'a.py'}:twice", "x")
+    assert first(torch.ones(1, requires_grad=True)).item() == 2.0
+    with torch._subclasses.FakeTensorMode():  # whose file is no part of a package
+        assert first(torch.ones(4)).shape == (4,)
+    told = r"operator lockstep_user::twice is twice of .*a\.py, which twice of .*b\.py would replace; give one another"
+    with pytest.raises(InputError, match=told):
+        load_function(f"{tmp_path / 'b.py'}:twice", "x")
+    with pytest.raises(InputError, match=r"operator lockstep::twice of .*c\.py is in the package's namespace"):
+        load_function(f"{tmp_path / 'c.py'}:twice", "x")
+    assert first(torch.ones(1, requires_grad=True)).item() == 2.0
+    again: Any = runpy.run_path(str(tmp_path / "a.py"))["twice"]  # the same file, as if imported under another name
+    assert again(torch.ones(1, requires_grad=True)).item() == 2.0
