@@ -69,6 +69,22 @@ def load_object(spec: str, what: str, other_forms: str, kind: str) -> Any:
     return getattr(module, name)
 
 
+def source_file(spec: str) -> str | None:
+    """The file of the function that `spec` names as module:function or path.py:function, whether or not it exists; None
+    for other forms, for a module that is not found, and for one of this package."""
+    source = spec.rpartition(":")[0]
+    if source.endswith(".py"):
+        return source
+    if not all(map(str.isidentifier, source.split("."))) or source.partition(".")[0] == __package__:
+        return None
+    _append_to_search_path(os.getcwd())
+    try:
+        found = importlib.util.find_spec(source)
+    except (ImportError, ValueError):  # no such package; or a module made by hand
+        return None
+    return found.origin if found is not None and found.has_location else None
+
+
 def failing_line(error: BaseException) -> str:
     """Where in a user's code an error arose; empty if that is unknown, or part of the error."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the function here that caught it

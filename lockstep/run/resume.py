@@ -21,7 +21,7 @@ from ..json_file import to_json
 from ..models import EXTRA_TEMPLATES, describe_folder
 from ..session.build import resolve, resolve_device
 from ..session.golden import GRADIENT_NORM
-from ..user_functions import one_line
+from ..user_functions import one_line, source_file
 from . import checkpoint
 from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines, read_records
 
@@ -39,6 +39,7 @@ WHAT_MAY_CHANGE = (
     "processes may change"
 )
 _FUNCTION_FIELDS = ("attention_mask", "loss.loss_type", "task.environment")  # values such as path.py:name
+_TOOLS = "task.tools "
 _DATA_FIELDS = ("task.data", "task.validation_data", *_FUNCTION_FIELDS)
 _NO_FILE = "no file or folder"
 _MODEL_FIELDS = {"model": "model", "teacher": "loss.teacher"}  # name in `inputs`, and the field that names the folder
@@ -47,7 +48,7 @@ _MODEL_FIELDS = {"model": "model", "teacher": "loss.teacher"}  # name in `inputs
 def identify_inputs(config: RunConfig) -> dict[str, Any]:
     """What identifies a run, for a checkpoint's state: `config`, and size and SHA-256 of its data, its Python files
     (attention mask, loss, environment, tools) and every file of its model's and teacher's folders. For data that is not
-    a local file or folder (a hub id, a module) only the name is recorded; for a model from the hub, the revision."""
+    a local file or folder (a hub id) only the name is recorded; for a model from the hub, the revision."""
     settings = _settings(config)
     folders = {name: settings[field] for name, field in _MODEL_FIELDS.items()}
     models = {name: None if folder is None else describe_folder(folder) for name, folder in folders.items()}
@@ -57,7 +58,7 @@ def identify_inputs(config: RunConfig) -> dict[str, Any]:
 def describe_data(config: RunConfig) -> dict[str, str]:
     """The data and Python files among a run's `inputs`, and of reward functions, in words equal for equal bytes."""
     settings = _settings(config)
-    rewards = {f"task.reward {name}": _fingerprint(name.rpartition(":")[0] or None) for name in settings["task.reward"]}
+    rewards = {f"task.reward {name}": _fingerprint(source_file(name)) for name in settings["task.reward"]}
     found = _fingerprint_data(settings) | rewards
     return {name: _describe_fingerprint(fingerprint) for name, fingerprint in found.items()}
 
@@ -78,9 +79,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def _fingerprint_data(settings: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: settings[name] for name in _DATA_FIELDS}
-    for name in _FUNCTION_FIELDS:
-        paths[name] = (settings[name] or "").rpartition(":")[0] or None
-    paths |= {f"task.tools {tool}": tool.rpartition(":")[0] or None for tool in settings["task.tools"]}
+    paths |= {name: source_file(settings[name] or "") for name in _FUNCTION_FIELDS}
+    paths |= {f"{_TOOLS}{tool}": source_file(tool) for tool in settings["task.tools"]}
     return {name: _fingerprint(path) for name, path in paths.items()}
 
 
@@ -180,8 +180,11 @@ def require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mappin
         for name in yaml_file.ROWS_FIELDS
     }
     _require_same_config(run_dir, loaded, then["config"] | rows, now["config"])
-    pairs = {f"{name} {now['config'][name]}": (then["data"].get(name), now["data"][name]) for name in _DATA_FIELDS}
-    pairs |= {name: (then["data"].get(name), found) for name, found in now["data"].items() if name not in _DATA_FIELDS}
+    pairs = dict[str, tuple[Any, Any]]()
+    for name, found in now["data"].items():
+        before, is_function = then["data"].get(name), name in _FUNCTION_FIELDS or name.startswith(_TOOLS)
+        if before is not None or not is_function:  # earlier versions recorded no modules
+            pairs[f"{name} {now['config'][name]}" if name in _DATA_FIELDS else name] = before, found
     for name, field in _MODEL_FIELDS.items():
         if then.get(name) is not None and then[name] != now[name]:
             pairs |= _model_files(f"{field} {now['config'][field]}", then[name], now[name])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import RunConfig, TaskConfig, recipes
+from lockstep.config import LossConfig, RunConfig, TaskConfig, recipes
 from lockstep.errors import InputError
 from lockstep.json_file import to_json
-from lockstep.run import resume
+from lockstep.run import checkpoint, resume
 from lockstep.run.crash import CRASH_FILE
 from lockstep.run.recorder import FAILURE_FILE, Recorder
 from lockstep.run.train import train
@@ -65,6 +65,26 @@ def test_validation_rows_and_the_mask_are_recorded_too(tmp_path: Path) -> None:
         file.write_text(text)
         found.append(resume.identify_inputs(config)["data"])
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"task.validation_data", "attention_mask"}
+
+
+def test_a_module_s_file_is_recorded_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loss, task = LossConfig("algorithm_of_mine:Loss"), TaskConfig(tools=("lockstep.environments.sandbox:run_python",))
+    found = []
+    for text in ("abc", "abd"):
+        Path("algorithm_of_mine.py").write_text(text)
+        found.append(resume.identify_inputs(RunConfig(loss=loss, task=task)))
+    of_the_package = found[0]["data"]["task.tools lockstep.environments.sandbox:run_python"]
+    assert of_the_package is None, "which other versions may have"
+
+    def resumed(then: dict[str, Any]) -> None:
+        loaded = checkpoint.LoadedCheckpoint(tmp_path / "step_1", 1, {"inputs": then}, ())
+        resume.require_same(tmp_path, loaded, found[0])
+
+    resumed(found[0])
+    resumed(found[0] | {"data": {}})  # as earlier versions
+    with pytest.raises(InputError, match=r"loss\.loss_type algorithm_of_mine:Loss was 3 bytes .* and is 3 bytes"):
+        resumed(found[1])
 
 
 def test_a_hub_id_is_recorded_by_its_name() -> None:
