@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,9 @@ def _unread_settings(algorithm: Algorithm, config: LossConfig) -> Iterator[tuple
 
 def _interface_problem(algorithm: Algorithm, config: LossConfig) -> str:
     """What is wrong with the result of the first method that returns something invalid; "" if there is none."""
+    for field in fields(algorithm):
+        if not _is_constant(value := getattr(algorithm, field.name)):
+            return f"its field {field.name} is {one_line(value)}; it must be a number, text, None, or several of these"
     advantages = algorithm.advantages(config, [list(group) for group in _REWARDS])
     if not has_shape(advantages, [2, 2]):
         return f"advantages of two groups of two samples are {one_line(advantages)}; they must be two lists of two"
@@ -97,6 +100,15 @@ def _interface_problem(algorithm: Algorithm, config: LossConfig) -> str:
     if algorithm.has_token_advantages and (problem := _estimate_problem(algorithm, config)):
         return problem
     return _loss_problem(algorithm)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a field's value can be in the key of a graph."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return all(_is_constant(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, (list, tuple, Mapping)):
+        return all(map(_is_constant, value.values() if isinstance(value, Mapping) else value))
+    return value is None or isinstance(value, (bool, int, float, str, type))
 
 
 def _estimate_problem(algorithm: Algorithm, config: LossConfig) -> str:

@@ -208,6 +208,13 @@ class Shared(Sound):
     def loss(self, values):
         return super().loss(values._replace(advantage_C=values.advantage_C / values.advantage_C.abs().sum()))
 
+import math
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Holding(Sound):
+    scale: object = math.exp
+
 class InPlace(Sound):
     def loss(self, values):
         values.advantage_C.clamp_(max=0.5)
@@ -253,6 +260,7 @@ class Noisy(Sound):
         ("Whitened", "its loss of a token depends on padding or on other sequences"),
         ("Shared", "its loss of a token depends on padding or on other sequences"),
         ("InPlace", "its loss changes values.advantage_C in place; it must make new tensors"),
+        ("Holding", "its field scale is <built-in function exp>; it must be a number, text, None, or several"),
         ("Noisy", "its loss is another one when it is called again with the same values"),
         (
             "Broken",
