@@ -78,6 +78,14 @@ class Interpreted:
         transposed = weight.new_empty(48, 40).t()
         assert kernels.choose("linear_fp32", 5, transposed).kernel == "pipelined", "it says that it cannot"
 
+    def test_a_name_of_the_package_s_is_refused_and_one_that_is_none(self, monkeypatch):
+        with pytest.raises(ValueError, match="'pipelined' is a kernel of the package; register yours under another"):
+            kernels.register("pipelined", sys.modules[__name__])
+        kernels.register("toy", sys.modules[__name__])  # again, as in a notebook
+        monkeypatch.setitem(linear_choice.registered, "toy", lambda *_: [Choice("toi", block_n=16)])
+        with pytest.raises(ValueError, match=r"Choice\(kernel='toi', .*\) names no kernel; there are .*, toy"):
+            kernels.choose("linear_fp32", 5, torch.empty(40, 48, dtype=torch.bfloat16))
+
     def test_the_machine_check_replaces_it_and_keeps_no_verdict_on_it(self, tmp_path, monkeypatch):
         weight, cpu = torch.empty(40, 48, dtype=torch.bfloat16), torch.device("cpu")
         linear_choice.overrides[40, 48] = linear_choice.CHAIN

@@ -58,15 +58,21 @@ class RegisteredKernel(ProductKernel, Protocol):
 
 
 def register(name: str, kernel: RegisteredKernel) -> None:
-    """Add a kernel from outside the package. It computes every shape for which it has candidates."""
+    """Add a kernel from outside the package, or replace one of this name. It computes every shape for which it has
+    candidates. `ValueError`: the name is that of one of the package's."""
+    if name in KERNELS.keys() - linear_choice.registered.keys():
+        raise ValueError(f"{name!r} is a kernel of the package; register yours under another name")
     KERNELS[name] = kernel
     linear_choice.registered[name] = kernel.candidates
 
 
 def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Choice:
-    """The choice of the table or its rule; if that kernel cannot run, the portable one."""
+    """The choice of a registered kernel, the table or its rule; if that kernel cannot run, the portable one.
+    `ValueError`: a registered kernel's candidate names a kernel that there is not."""
     choice = linear_choice.choose(kind, rows, *weight_NK.shape, biased=biased)
-    if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
+    if choice.kernel not in KERNELS:
+        raise ValueError(f"{choice} names no kernel; there are {', '.join(KERNELS)}")
+    if KERNELS[choice.kernel].supports(choice, weight_NK):
         return choice
     return linear_choice.choose_portable(kind, rows, weight_NK.shape[0])
 
