@@ -21,16 +21,23 @@ from .parts import Ranges, TensorRange, ranges_of, tensors_of
 
 INITIALIZER_RANGE = 0.02
 
-_ALL = {name: config for family in FAMILIES.values() for name, config in family.architectures.items()}
-ARCHITECTURES: dict[str, ModelConfig] = dict(sorted(_ALL.items(), key=lambda item: not item[0].startswith("tiny")))
+
+def _architectures() -> dict[str, ModelConfig]:
+    """Those of all families, of which some may have been added since the import; tiny ones first."""
+    found = {name: config for family in FAMILIES.values() for name, config in family.architectures.items()}
+    return dict(sorted(found.items(), key=lambda item: not item[0].startswith("tiny")))
+
+
+ARCHITECTURES = _architectures()  # the shipped ones
 
 
 def architecture(name: str) -> ModelConfig:
     """The configuration of this name; `InputError` lists the names if it is unknown."""
-    if name not in ARCHITECTURES:
-        note = did_you_mean_note(name, ARCHITECTURES)
-        raise InputError(f"arch {name!r} is unknown{note}; choose from {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name]
+    known = _architectures() | ARCHITECTURES
+    if name not in known:
+        note = did_you_mean_note(name, known)
+        raise InputError(f"arch {name!r} is unknown{note}; choose from {', '.join(known)}")
+    return known[name]
 
 
 class RandomWeights:

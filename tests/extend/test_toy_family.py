@@ -25,7 +25,7 @@ from lockstep.models.blocks.layer import Layer
 from lockstep.models.blocks.moe import Routing
 from lockstep.models.blocks.weight_slices import LayerSlice, attention_slices, feed_forward_slices
 from lockstep.models.families import FAMILIES, Family, Raw, require_family
-from lockstep.models.init import initialize
+from lockstep.models.init import architecture, initialize
 
 
 class SideBySideLayer(Layer):
@@ -151,3 +151,9 @@ def test_a_folder_of_no_family_is_compared_with_one_from_outside_too(monkeypatch
         monkeypatch.setitem(FAMILIES, "toy", family)
         with pytest.raises(InputError, match=r"model_type is 'to'; supported: .*, toy; the nearest .* is toy"):
             require_family({"model_type": "to"}, "config.json")
+
+
+def test_its_random_models_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIG, family="toy")
+    monkeypatch.setitem(FAMILIES, "toy", replace(TOY, architectures={"tiny-toy": config}))
+    assert architecture("tiny-toy") is config
