@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from .build import resolve_device
 
 T = TypeVar("T")
 GENERATING = "a launch of the generator"  # names what is waited for
+_CALLS = itertools.count()  # of `join_processes`: the first of a program finds nothing to collect, which takes 0.1 s
 
 
 @contextlib.contextmanager
@@ -26,7 +28,8 @@ def join_processes(config: RunConfig, **arguments: Any) -> Iterator[World]:
     one has a different configuration, argument, model or code, or the program has set torch's default dtype or device,
     and `PeerLost` if one did not join or is lost."""
     machine.require_torch_defaults()
-    gc.collect()  # of what earlier calls left, before memory is planned and `freeze_gc` keeps all there is
+    if next(_CALLS):
+        gc.collect()  # what earlier calls left, before memory is planned and `freeze_gc` keeps all there is
     machine.restrict_to_local_gpu()
     with machine.report_if_slow("joining the other processes"):
         world = join(config.parallel, resolve_device(config.device).type)

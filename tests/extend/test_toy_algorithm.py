@@ -377,11 +377,16 @@ class OfDeviation(GRPO):
 def test_one_sample_a_prompt_is_refused_if_its_advantage_is_always_0(tmp_path: Path, name: str, learns: bool) -> None:
     (tmp_path / "own.py").write_text(BASELINES)
     loss, sampling = LossConfig(f"{tmp_path / 'own.py'}:{name}"), SamplingConfig(num_generations=1)
-    config = validate(RunConfig(loss=loss, sampling=sampling, device="cpu"))
+    config = RunConfig(loss=loss, sampling=sampling, device="cpu")
+    assert_resolves(config, learns, r"num_generations is 1: every group's advantage would be zero")
+
+
+def assert_resolves(config: RunConfig, learns: bool, refusal: str) -> None:
+    config = validate(config)
     if learns:
-        assert resolve(config).loss == loss
+        assert resolve(config).loss == config.loss
     else:
-        with pytest.raises(InputError, match=r"num_generations is 1: every group's advantage would be zero"):
+        with pytest.raises(InputError, match=refusal):
             resolve(config)
 
 
@@ -405,12 +410,8 @@ class Brief(OfGroup):
 def test_a_teacher_without_rewards_is_refused_if_every_advantage_is_0(tmp_path: Path, name: str, learns: bool) -> None:
     (tmp_path / "own.py").write_text(PUPILS)
     loss, task = LossConfig(f"{tmp_path / 'own.py'}:{name}", teacher="a folder"), TaskConfig(name="dataset", data="x")
-    config = validate(RunConfig(loss=loss, task=task, device="cpu"))
-    if learns:
-        assert resolve(config).loss == loss
-    else:
-        with pytest.raises(InputError, match=r"task\.reward is missing: without rewards every advantage of .*OfGroup"):
-            resolve(config)
+    refusal = r"task\.reward is missing: without rewards every advantage of .*OfGroup"
+    assert_resolves(RunConfig(loss=loss, task=task, device="cpu"), learns, refusal)
 
 
 OWN = """

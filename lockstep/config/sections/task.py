@@ -92,10 +92,11 @@ class TaskConfig(Section):
     validation_split: str | None = None
     """Split of the validation rows, in `validation_data` or, without that, in `data`; by default `split`."""
     validation_prompts: int = between(0, 1 << 20, default=20)
-    """Prompts that a validation completes, greedily if once; 0 turns validation off."""
+    """Prompts that a validation completes; 0 turns validation off."""
     validation_samples: int = between(1, 1 << 16, default=1)
-    """Completions of each prompt in a validation. Several are drawn as in training; the means are over all of them, and
-    pass@N is the share of prompts that one of these N solves, with at least 1 of the first reward function."""
+    """Completions of each prompt in a validation. A single one is greedy, several are sampled as in training. Then the
+    means are over all of them, and pass@N is the share of prompts of which one of N has 1 or more of the first reward
+    function."""
     validation_interval: int = at_least(0, default=0)
     """Validate every this many steps, as well as before and after training; 0: only before and after."""
 

@@ -3,7 +3,6 @@
 import difflib
 from collections import Counter
 from importlib import import_module
-from itertools import islice
 from os.path import commonprefix
 from typing import Any
 
@@ -49,9 +48,10 @@ def suggest_family(values: dict[str, Any]) -> str:
 
 def _distinctive_fields() -> dict[str, set[str]]:
     """Each family's distinctive fields of config.json: those that at most two families have."""
-    all_fields = {name: {*family.fixed, *family.extra_fields} for name, family in FAMILIES.items()}
+    all_fields = dict[str, set[str]]()
     for name, family in FAMILIES.items():
-        all_fields[name].update(*map(family.write, islice(family.architectures.values(), 1)))
+        first = family.first_architecture
+        all_fields[name] = {*family.fixed, *family.extra_fields, *(family.write(first) if first is not None else ())}
     counts = Counter(field for fields in all_fields.values() for field in fields)
     # common in files, although few families write them
     common = {"intermediate_size", "num_key_value_heads", "original_max_position_embeddings", "partial_rotary_factor"}

@@ -134,8 +134,12 @@ class Family:
         """The decoders that `golden` describes."""
         if self.golden is not None:
             return self.golden(config, odd)
-        first = next(iter(self.architectures.values()), None)
+        first = self.first_architecture
         return {} if first is None else {"layers": replace(first.first_layers(2), vocab_size=509, hidden_size=131)}
+
+    @property
+    def first_architecture(self) -> ModelConfig | None:
+        return next(iter(self.architectures.values()), None)
 
     def supports(self, name: str, value: Any) -> bool:
         """Whether the family supports this value of a field that only some families read."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ...errors import refuse
+from ...errors import InputError, refuse
 from ..blocks.weight_slices import WeightSlice
 from ..config import ModelConfig
 from ..families import family_of
@@ -34,11 +34,13 @@ def require_all_stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> No
     """Check that the family's slices have every row of a whole model's `tensors` once, as a folder would otherwise lose
     weights. `InputError`: they leave out rows, have some twice, or name a parameter that the layers do not have."""
     ends, where = dict.fromkeys(tensors, 0), f"family {config.family}: Family.slices"
-    for piece in sorted(weight_map(config), key=lambda piece: piece.start):
-        refuse(piece.parameter not in tensors, f"{where} name {piece.parameter}, which the model does not have")
-        begins = f"{where} have {piece.name} begin at row {piece.start} of {piece.parameter}"
-        refuse(piece.start != ends[piece.parameter], f"{begins}; the rows before end at {ends[piece.parameter]}")
-        ends[piece.parameter] += len(piece.rows_of(tensors))
+    for piece in sorted(weight_map(config), key=lambda piece: piece.start):  # tens of thousands, of many experts
+        if piece.parameter not in ends:
+            raise InputError(f"{where} name {piece.parameter}, which the model does not have")
+        if piece.start != (end := ends[piece.parameter]):
+            begins = f"{where} have {piece.name} begin at row {piece.start} of {piece.parameter}"
+            raise InputError(f"{begins}; the rows before end at {end}")
+        ends[piece.parameter] = end + piece.rows
     for name, tensor in tensors.items():
         rows = tensor.shape[:-1].numel() if tensor.dim() > 1 else len(tensor)
         refuse(ends[name] != rows, f"{where} have {ends[name]} of the {rows} rows of {name}, and must have all")
