@@ -10,16 +10,35 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
-from threading import Thread
+from threading import Lock, Thread
+from types import ModuleType
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode, knobs
-from triton.runtime import driver
+from triton.runtime import build, driver
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from .compile_processes import MIN_CORES, PACKAGE, CompileProcesses, Kernel, worker_count
+
+
+def _copying(load: Callable[[str, str], ModuleType]) -> Callable[[str, str], ModuleType]:
+    """Make `load` return a module that later loads leave as it is. Python has one module object for all C extensions
+    of a name, and writes into it what a file defines that is loaded again. All of Triton's launchers share a name in
+    versions that build one for each signature, so while threads load kernels, a kernel could get another's launcher."""
+    one_at_a_time = Lock()
+
+    def load_copy(name: str, path: str) -> ModuleType:
+        copy = ModuleType(name)
+        with one_at_a_time:
+            vars(copy).update(vars(load(name, path)))
+        return copy
+
+    return load_copy
+
+
+build._load_module_from_path = _copying(build._load_module_from_path)
 
 
 class _CompilePool(ThreadPoolExecutor):

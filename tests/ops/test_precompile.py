@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +327,30 @@ def test_gluon_kernels_are_compiled_listed_and_loaded(ended: dict[str, Path]) ->
     made, missed = ended_well(ended["gluon"])
     assert [sum(Path(file).name == f"_{kind}_kernel.cubin" for file in made) for kind in ("async", "tma")] == [2, 1]
     assert missed == 1
+
+
+LAUNCHER = """
+#include <Python.h>
+
+static PyObject *launch(PyObject *module, PyObject *unused) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, ""}, {NULL}};
+static PyModuleDef launcher = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&launcher); }
+"""
+
+
+def test_a_launcher_stays_that_of_its_kernel_while_others_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime import build
+
+    import lockstep.ops.precompile  # noqa: F401
+
+    def loaded(number: int) -> Any:
+        include = [sysconfig.get_paths()["include"]]
+        source = LAUNCHER.replace("NUMBER", str(number))
+        return build.compile_module_from_src(source, "launcher", include_dirs=include)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launchers = [loaded(number) for number in (1, 2, 1, 3, 2)]  # one that is there already is loaded again
+    assert [launcher.launch() for launcher in launchers] == [1, 2, 1, 3, 2]
