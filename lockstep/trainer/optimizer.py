@@ -156,8 +156,8 @@ class AdamW:
         """Do the part of an update that is outside the graph: nothing in this class."""
 
     def warm_up_offloaded(self) -> None:
-        """Launch the kernels of `update_offloaded` once, after an `update` that was not applied, and clear gradients as
-        it does; nothing is copied from or to the host."""
+        """Launch the kernels of `update_offloaded` once, for an update that is not applied, and clear gradients as it
+        does; nothing is copied from or to the host."""
 
     def keep_on_device(self, size: int) -> None:
         """Before the first update: keep as much as `size` bytes hold of a state that is otherwise on the host on the
@@ -297,6 +297,7 @@ class OffloadedAdamW(AdamW):
             copied_back.record(self._to_host)
 
     def warm_up_offloaded(self) -> None:
+        self.decided.zero_()  # a graph that was only recorded has left what the last update decided
         self.flat.grad.zero_()
         for piece in {piece.end - piece.begin: piece for piece in self._pieces}.values():
             state = self._state(piece, self._chunks[0][:, : piece.end - piece.begin])
