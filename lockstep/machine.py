@@ -6,11 +6,14 @@ Also the number of threads, how they wait (set before torch is imported), and li
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import mmap
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +33,7 @@ _CGROUPS = "/sys/fs/cgroup"
 _PINNED_FROM = 64 << 20  # bytes from which on a host buffer is pinned
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
 _TOUCHING_THREADS = 8
+_LAUNCHER_POLL_S = 0.5  # seconds between looks whether torchrun is still there
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _visible_gpu: tuple[int, str] | None = None  # this process's local rank and GPU, set by `restrict_to_local_gpu`
@@ -235,6 +239,21 @@ def is_multi_process() -> bool:
 def is_torchrun_worker() -> bool:
     """Whether `torchrun` supervises this process, and also reports its failure."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+@functools.cache
+def end_with_launcher() -> None:
+    """From here on ask this process to end, as SIGTERM does, if the `torchrun` that started it ends first. A killed one
+    does not end its processes, which would go on holding their GPUs."""
+    if is_torchrun_worker():
+        threading.Thread(target=_wait_for_end_of, args=(os.getppid(),), daemon=True).start()
+
+
+def _wait_for_end_of(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_LAUNCHER_POLL_S)
+    print(f"lockstep: torchrun (process {launcher}) is gone: ending, as by SIGTERM", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def torchrun_report_note() -> str:

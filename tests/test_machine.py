@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,6 +130,28 @@ with machine.pause_gc_for_imports():
     pass
 print(*found, again, gc.isenabled())
 """
+
+
+RANK = """
+import time
+from lockstep.machine import end_with_launcher
+end_with_launcher()
+print("begun", flush=True)
+time.sleep(50)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_a_process_ends_after_a_launcher_that_was_killed() -> None:
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", LAUNCHER, RANK]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == b"begun\n"
+        launcher.kill()
+        began = time.monotonic()
+        said = launcher.stdout.read().decode()  # until the last process that may write has ended
+    assert f"torchrun (process {launcher.pid}) is gone: ending, as by SIGTERM" in said
+    assert time.monotonic() - began < 40
 
 
 def test_the_collector_waits_for_the_first_imports_alone() -> None:

@@ -45,6 +45,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
     require_divisor(config, launch.processes)
     if launch.processes == 1:
         return ONE_PROCESS
+    machine.end_with_launcher()
     refuse(
         dist.is_initialized(),
         "this process is among others already, of a model or a run that is not closed; close that first: with LLM(...) "
