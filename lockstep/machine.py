@@ -252,7 +252,9 @@ def end_with_launcher() -> None:
 def _wait_for_end_of(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(_LAUNCHER_POLL_S)
-    print(f"lockstep: torchrun (process {launcher}) is gone: ending, as by SIGTERM", file=sys.stderr, flush=True)
+    if torchrun_launch().local_rank == 0:
+        print(f"lockstep: torchrun (process {launcher}) is gone: ending, as by SIGTERM", file=sys.stderr, flush=True)
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # nobody supervises this process any more
     os.kill(os.getpid(), signal.SIGTERM)
 
 
