@@ -36,8 +36,12 @@ STEPS = 4
 RANKS = 2  # shards of a step's prompts, and processes where there are several
 BASE = (
     f"--steps {STEPS} --trainer.warmup-steps 2 --checkpoint.interval 1 --parallel.batch-shards {RANKS} "
-    "--sampling.max-completion-length 20"
+    "--sampling.max-completion-length 20 --optimizer.learning-rate 1e-3"
 )
+REWARD = """
+def letters(completions, **rest):
+    return [len(set(text)) / 10 for text in completions]
+"""
 LOSSES = "grpo", "dr_grpo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
 DECIDING = (  # of each line one
     ("", *(f"--loss.loss-type {name}" for name in LOSSES)),
@@ -155,7 +159,7 @@ def execute(run: Run, folder: Path, models: Path, gpus: int, draw: random.Random
     """Make a run in this empty folder, and fill in what became of it."""
     arch, *flags = run.setting.split()
     new = ["sum-digits", "--model", str(models / arch), "--device", "cuda" if gpus else "cpu", *BASE.split(), *flags]
-    new += [*run.way.split(), "--run-dir", str(folder / "run")]
+    new += [*run.way.split(), "--reward", f"{models / 'reward.py'}:letters", "--run-dir", str(folder / "run")]
     environment = dict(os.environ)
     if run.new_caches:
         environment |= {"LOCKSTEP_CACHE": str(folder / "cache"), "TRITON_CACHE_DIR": str(folder / "triton")}
@@ -181,9 +185,10 @@ def execute(run: Run, folder: Path, models: Path, gpus: int, draw: random.Random
 
 
 def words_of(run: Path) -> dict[str, str]:
-    """Hashes of what must not depend on the way."""
+    """Hashes of what must not depend on the way. `AssertionError`: no step learned anything."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [[row.get(name) for name in ("step", "loss", "grad_norm", "reward", "kl")] for row in rows]
+    steps = [[row[name] for name in ("step", "loss", "grad_norm", "kl", "reward/mean", "entropy")] for row in rows]
+    assert len(rows) == STEPS and all(row["grad_norm"] > 0 for row in rows)
     weights = [path.read_bytes() for path in sorted((run / "model").glob("*.safetensors"))]
     parts = {"rollouts": (run / "rollouts.jsonl").read_bytes(), "steps": json.dumps(steps).encode()}
     parts["weights"] = b"".join(weights)
@@ -261,6 +266,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for arch in args.only:
             init_folder(arch, Path(scratch, "models", arch), seed=0)
+        Path(scratch, "models", "reward.py").write_text(REWARD)
         soak = Soak(args, Path(scratch))
         workers = [threading.Thread(target=soak.work, args=(number,)) for number in range(args.workers)]
         for worker in workers:
