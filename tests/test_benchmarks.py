@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -434,6 +434,27 @@ def test_what_does_not_hold_of_a_setting_is_said(scripts: None) -> None:
     assert settings.wrong(case, {**good, "weights_sha256": "a"}, {}) == [
         f"{name} has no weights to compare with" for name in ("plain", "beta")
     ]
+
+
+@pytest.mark.parametrize(("fails", "differs"), [(False, False), (True, False), (False, True)])
+def test_random_runs_that_fail_or_differ_are_told(
+    scripts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool, differs: bool
+) -> None:
+    soak = importlib.import_module("soak")
+
+    def execute(run: Any, folder: Path, *_: object) -> None:
+        (folder / "log").write_text("said")
+        run.ended = int(fails and run.ranks > 1)
+        run.words = {} if run.ended else {"weights": f"{run.setting} {differs and run.ranks}"}
+
+    figures, logs = tmp_path / "soak.json", tmp_path / "logs"
+    monkeypatch.setattr(soak, "execute", execute)
+    words = ["--seconds", "60.1", "--only", "tiny", "--logs", str(logs), "--json", str(figures)]
+    monkeypatch.setattr(sys, "argv", ["soak.py", *words])
+    assert soak.main() == int(fails or differs)
+    found = json.loads(figures.read_text())
+    assert found["complete"] and {run["ranks"] for run in found["runs"]} == {1, 2} and found["compared"] > 5
+    assert (found["failed"] > 0, len(found["differing"]) > 0, logs.exists()) == (fails, differs, fails or differs)
 
 
 def _running_commands() -> list[str]:
