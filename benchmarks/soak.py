@@ -69,7 +69,7 @@ ON_GPUS = (
 )
 ON_ONE = (("", *graphs("none", "layer", "step", "joint"), *graphs("step", "joint", options=PASSES)),)
 ON_SEVERAL = (
-    ("", *graphs("none", "layer", "step"), *graphs("step", options=PASSES + EXCHANGES)),
+    ("", *graphs("none", "step"), *graphs("step", options=PASSES + EXCHANGES)),
     ("", "", "--parallel.generator-tp 2", "--parallel.zero-stage 3"),
 )
 LIMIT_AFTER_KILL_S = 90.0  # in which the others notice
