@@ -63,15 +63,13 @@ EITHER = (
     ("", "--generator.max-num-seqs 7", "--generator.max-num-batched-tokens 64"),
     ("", "", "--generator.no-prefix-caching", "--generator.steps-per-sync 1"),
 )
-ON_GPUS = (
-    ("", "--optimizer.offload"),
-    ("", "--compile.cudagraph-mode none", "--compile.cudagraph-mode piecewise"),
-)
-ON_ONE = (("", *graphs("none", "layer", "step", "joint"), *graphs("step", "joint", options=PASSES)),)
-ON_SEVERAL = (
-    ("", *graphs("none", "step"), *graphs("step", options=PASSES + EXCHANGES)),
-    ("", "", "--parallel.generator-tp 2", "--parallel.zero-stage 3"),
-)
+STATE = ("", "--optimizer.offload")  # on GPUs
+PIECES = "--compile.cudagraph-mode none", "--compile.cudagraph-mode piecewise"
+ON_ONE = (
+    graphs("none", "layer", "step", "joint"), graphs("step", "joint", options=PASSES), graphs("step", options=PIECES)
+)  # fmt: skip
+ON_SEVERAL = (graphs("none", "step"), graphs("step", options=PASSES + EXCHANGES), graphs("step", options=PIECES[:1]))
+LAYOUTS = "", "", "--parallel.generator-tp 2", "--parallel.zero-stage 3"
 LIMIT_AFTER_KILL_S = 90.0  # in which the others notice
 CACHES = "8192", "8192", "1024"  # tokens; in the smallest, samples are preempted
 
@@ -102,7 +100,8 @@ def settings(archs: Sequence[str], draw: random.Random) -> Iterator[str]:
 
 def random_way(setting: str, gpus: int, draw: random.Random) -> Run:
     ranks = draw.choice((1, RANKS)) if gpus != 1 else 1
-    lines = EITHER + ON_GPUS * (gpus > 0) + (ON_SEVERAL if ranks > 1 else ON_ONE)
+    either = (ON_SEVERAL if ranks > 1 else ON_ONE)[: 3 if gpus else 2]
+    lines = [*EITHER, ["", *draw.choice(either)], *([LAYOUTS] if ranks > 1 else []), *([STATE] if gpus else [])]
     kills = [draw.uniform(2, 40 if gpus else 20) for _ in range(draw.choice((0, 0, 1, 2)))]
     cache = f"--generator.kv-cache-tokens {draw.choice(CACHES)}"
     return Run(setting, f"{choices(lines, draw)} {cache}".strip(), ranks, draw.random() < 0.3, kills)
