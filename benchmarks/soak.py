@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -180,14 +181,17 @@ def execute(run: Run, folder: Path, models: Path, gpus: int, draw: random.Random
                 break
     run.ended, run.seconds = ended, round(time.monotonic() - began, 1)
     if ended == 0:
-        run.words = words_of(folder / "run")
+        try:
+            run.words = words_of(folder / "run")
+        except Exception as error:
+            run.ended = f"what it left cannot be compared: {error!r}"
 
 
 def words_of(run: Path) -> dict[str, str]:
-    """Hashes of what must not depend on the way. `AssertionError`: no step learned anything."""
+    """Hashes of what must not depend on the way. `AssertionError`: a step learned nothing."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [[row[name] for name in ("step", "loss", "grad_norm", "kl", "reward/mean", "entropy")] for row in rows]
-    assert len(rows) == STEPS and all(row["grad_norm"] > 0 for row in rows)
+    assert len(rows) == STEPS and all(row["grad_norm"] > 0 for row in rows), "a step learned nothing"
     weights = [path.read_bytes() for path in sorted((run / "model").glob("*.safetensors"))]
     parts = {"rollouts": (run / "rollouts.jsonl").read_bytes(), "steps": json.dumps(steps).encode()}
     parts["weights"] = b"".join(weights)
@@ -267,14 +271,11 @@ def main() -> int:
             init_folder(arch, Path(scratch, "models", arch), seed=0)
         Path(scratch, "models", "reward.py").write_text(REWARD)
         soak = Soak(args, Path(scratch))
-        workers = [threading.Thread(target=soak.work, args=(number,)) for number in range(args.workers)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        with ThreadPoolExecutor(args.workers) as pool:
+            list(pool.map(soak.work, range(args.workers)))
     soak.save(complete=True)
-    print(json.dumps(soak.summary()))
-    return int(bool(soak.summary()["differing"] or soak.summary()["failed"]))
+    print(json.dumps(summary := soak.summary()))
+    return int(bool(summary["differing"] or summary["failed"]))
 
 
 if __name__ == "__main__":

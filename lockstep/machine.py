@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import __version__
@@ -33,7 +33,7 @@ _CGROUPS = "/sys/fs/cgroup"
 _PINNED_FROM = 64 << 20  # bytes from which on a host buffer is pinned
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
 _TOUCHING_THREADS = 8
-_LAUNCHER_POLL_S = 0.5  # seconds between looks whether torchrun is still there
+_PARENT_POLL_S = 0.5  # seconds between looks whether the parent is still there
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _visible_gpu: tuple[int, str] | None = None  # this process's local rank and GPU, set by `restrict_to_local_gpu`
@@ -241,17 +241,27 @@ def is_torchrun_worker() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def when_parent_is_gone(parent: int, act: Callable[[], object]) -> None:
+    """Call `act`, on a thread, soon after `parent` has ended, the process that started this one."""
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 @functools.cache
 def end_with_launcher() -> None:
     """From here on ask this process to end, as SIGTERM does, if the `torchrun` that started it ends first. A killed one
     does not end its processes, which would go on holding their GPUs."""
     if is_torchrun_worker():
-        threading.Thread(target=_wait_for_end_of, args=(os.getppid(),), daemon=True).start()
+        launcher = os.getppid()
+        when_parent_is_gone(launcher, lambda: _end_without(launcher))
 
 
-def _wait_for_end_of(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(_LAUNCHER_POLL_S)
+def _end_without(launcher: int) -> None:
     if torchrun_launch().local_rank == 0:
         print(f"lockstep: torchrun (process {launcher}) is gone: ending, as by SIGTERM", file=sys.stderr, flush=True)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)  # nobody supervises this process any more

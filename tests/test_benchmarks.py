@@ -457,5 +457,20 @@ def test_random_runs_that_fail_or_differ_are_told(
     assert (found["failed"] > 0, len(found["differing"]) > 0, logs.exists()) == (fails, differs, fails or differs)
 
 
+def test_a_random_run_that_learned_nothing_is_not_compared(
+    scripts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what fails in a worker fails the script."""
+    soak = importlib.import_module("soak")
+    step = dict.fromkeys(("step", "loss", "grad_norm", "kl", "reward/mean", "entropy"), 0.0)
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step)}\n" * soak.STEPS)
+    with pytest.raises(AssertionError, match="a step learned nothing"):
+        soak.words_of(tmp_path)
+    monkeypatch.setattr(soak, "execute", lambda *_: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--seconds", "61", "--only", "tiny"])
+    with pytest.raises(ZeroDivisionError):
+        soak.main()
+
+
 def _running_commands() -> list[str]:
     return [path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]

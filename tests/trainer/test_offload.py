@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -87,8 +88,8 @@ def test_whole_steps_of_graphs_have_the_bits_of_a_state_on_the_device(
         config = OptimizerConfig(weight_decay=0.1, offload=offload)
         trainer = Trainer(make_model(torch.bfloat16), config, LossConfig(), enforce_parity=False, runtime=runtime)
         for seed in range(4):
-            if seed in (0, 2):
-                with runtime.warm_up.make_graphs():
+            if seed in (0, 2):  # new graphs also run, or are only recorded
+                with runtime.warm_up.make_graphs() if seed else nullcontext():
                     trainer.warm_up([BatchShape(96 + seed, 48, 8, 40)], SamplingParams(), check_parity=False)
             assert not offload or (seed == 0) == (trainer.optimizer._memory is not None)
             trainer.forward_backward(one_batch(make_groups(seed=seed), check_parity=False))

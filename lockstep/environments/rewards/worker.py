@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import sys
-import threading
-import time
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ...errors import InputError
+from ...machine import when_parent_is_gone
 from .calls import Arguments, Failed, Outcome, RewardFunction, call_all
 from .loading import load_reward
 
@@ -20,7 +20,7 @@ def main(descriptor: int) -> None:
     """Answer ("load", spec) and ("call", spec, arguments, count) on the connection of this file descriptor."""
     _leave_signals_to_the_parent()
     os.dup2(2, 1)  # what functions print must not mix with the parent's standard output
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    when_parent_is_gone(os.getppid(), partial(os._exit, 1))  # even within a function that never returns
     channel = Connection(descriptor)
     functions: dict[str, RewardFunction] = {}
     with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
@@ -54,13 +54,6 @@ def _leave_signals_to_the_parent() -> None:
 
     set_handlers(lambda *_: None)
     os.register_at_fork(after_in_child=lambda: set_handlers(signal.SIG_DFL))
-
-
-def _exit_with_parent(parent: int) -> None:
-    """End this process once the parent is gone, even within a function that never returns."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 if __name__ == "__main__":
